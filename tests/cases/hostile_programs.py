@@ -8,10 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_dta.sampling.config.sampling import RewardConfig
 from megatron_dta.sampling.rewards.code_reward import CodeTests
 
-SETTINGS = RewardConfig(code_timeout=1.0, code_memory_mb=256, code_processes=8)
 MARK = "97531"
 # fmt: off
 RECORDS: list[dict[str, Any]] = [

@@ -43,7 +43,7 @@ def test_sampler_and_trainer_agree_bit_for_bit(shape: str, dtype: torch.dtype):
     seed_all(len(shape))
     model = make_model(3, dtype, batch_invariant_mode=True, **MODELS[shape])
     assert is_batch_invariant()
-    drive = Drive(seed=len(shape), prompts=2, longest=40, depth=2)
+    drive = Drive(seed=len(shape), prompts=2, longest=24, depth=1)
     results = run_forest(started(model, **SETTINGS[0]), drive)
     assert len(results) > 10
     for number, settings in enumerate((*SETTINGS[1:], dict(drafting=Adversary("mixed", answers_of(results), 1)))):
@@ -85,7 +85,7 @@ def test_kernels_and_passes_at_fixed_addresses_agree_bit_for_bit(dtype: torch.dt
     seed_all(5)
     shape = GROUPED | dict(num_layers=1, fused_layer_impl="triton", disable_bias_linear=True, kv_channels=16)
     model = make_model(3, dtype, batch_invariant_mode=True, **shape)
-    drive, kernels = Drive(seed=17, prompts=2, depth=1), dict(attention_impl="triton")
+    drive, kernels = Drive(seed=17, prompts=1, longest=16, depth=1), dict(attention_impl="triton")
     results = run_forest(started(model, **kernels, max_tokens=11), drive)
     drafting = Adversary("mixed", answers_of(results), 1)
     engine = started(model, **kernels, static_passes=True, drafting=drafting, block_size=3)

@@ -9,6 +9,7 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,24 @@ from reward_server import RewardServer
 
 ECHO = {"inputs": ["x"], "outputs": ["x"]}
 GOOD = "def add(a, b): return a + b"
-QUICK = RewardConfig(code_timeout=1.0, code_memory_mb=256, code_processes=4)
 ADD = {"fn_name": "add", "inputs": [[2, 3], [-1, 1]], "outputs": [5, 0]}
 
 
-def confined(settings: RewardConfig = QUICK) -> CodeTests:
+def confined(processes: int = 4, seconds: float = 1.0) -> CodeTests:
     """Programs run in bubblewrap, or the test is skipped where nothing runs in it."""
+    function = _confined(processes, seconds)
+    function.counts["code_timeouts"] = 0
+    return function
+
+
+@cache
+def _confined(processes: int, seconds: float) -> CodeTests:
+    """Probed once, not by each test."""
     try:
         subprocess.run(["bwrap", "--ro-bind", "/", "/", "--unshare-pid", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"bubblewrap does not work here: {error}")
-    return CodeTests(settings)
+    return CodeTests(RewardConfig(code_timeout=seconds, code_memory_mb=256, code_processes=processes))
 
 
 def fenced(code: str) -> str:
@@ -95,7 +103,7 @@ def test_the_program_is_the_last_python_block() -> None:
 
 
 def test_hostile_programs_get_nothing_and_leave_nothing(tmp_path: Path) -> None:
-    wrong = hostile_programs.attack(confined(hostile_programs.SETTINGS), 14, 1, tmp_path, 6)
+    wrong = hostile_programs.attack(confined(processes=8), 14, 1, tmp_path, 6)
     assert not wrong, "\n".join(wrong)
 
 
@@ -156,12 +164,12 @@ def _bytes(file: Path) -> bytes:
 
 
 def test_cpu_time_decides_however_busy_the_machine() -> None:
-    function = confined()
+    function = confined(seconds=0.5)
     code = "import time\nwhile time.process_time() < {}: pass\nprint(input())"
     with ThreadPoolExecutor(4) as pool:
-        rewards = pool.map(lambda _: function({"tests": ECHO}, fenced(code.format(0.6)), []), range(4))
+        rewards = pool.map(lambda _: function({"tests": ECHO}, fenced(code.format(0.3)), []), range(4))
         assert list(rewards) == [1.0] * 4
-    assert function({"tests": ECHO}, fenced(code.format(1.2)), []) == 0
+    assert function({"tests": ECHO}, fenced(code.format(0.7)), []) == 0
     assert function.counts["code_timeouts"] == 1
 
 
@@ -184,7 +192,7 @@ def test_programs_may_be_stopped_before_their_judge_has_started(monkeypatch: pyt
 def test_without_bubblewrap_programs_run_only_where_that_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_reward.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"programs do not run here, .* bwrap is not installed; .*--code-unconfined"):
-        CodeTests(QUICK)
+        CodeTests(RewardConfig())
     function = CodeTests(RewardConfig(code_timeout=1.0, code_memory_mb=256, code_unconfined=True))
     assert "with resource limits only, because bubblewrap does not work here (bwrap is not installed)" in function.reach
     for code, reward in ((GOOD, 1), ("add = max", 0), ("while True: pass", 0), ("x = bytearray(1 << 30)", 0)):

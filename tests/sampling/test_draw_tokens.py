@@ -32,8 +32,14 @@ def random_rows(
     return logits, torch.from_numpy(noise).to(DEVICE)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    [
+        *((torch.float32, temperature) for temperature in (0.0, 0.6, 1.0)),
+        *((torch.bfloat16, temperature) for temperature in (0.0, 0.6)),
+        (torch.float16, 1.0),
+    ],
+)
 def test_kernels_equal_their_twin(dtype: torch.dtype, temperature: float):
     rng = seed_all(int(10 * temperature) + dtype.itemsize)
     for size in SIZES:

@@ -20,7 +20,11 @@ from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
 from triton_device import interpreter
 
-families = pytest.mark.parametrize("family", [HYBRID, NEMOTRON], ids=["delta", "mamba"])
+TWO_STATES = [HYBRID, NEMOTRON | dict(num_layers=4, hybrid_layer_pattern="M-*M")]
+families = pytest.mark.parametrize("family", TWO_STATES, ids=["delta", "mamba"])
+# One layer with states and one with attention.
+DELTA = HYBRID | dict(num_layers=2, mixer_layer_freq="[1,0]")
+MAMBA = NEMOTRON | dict(num_layers=2, hybrid_layer_pattern="M*")
 STATIC = dict(attention_impl="triton", static_passes=True)
 
 
@@ -48,7 +52,7 @@ def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @families
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(family):
     seed_all(3)
-    model, drive = hybrid_model(3, family=family), Drive(seed=3, prompts=2, longest=14, depth=2)
+    model, drive = hybrid_model(3, family=family), Drive(seed=3, prompts=2, longest=8, depth=2)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
@@ -68,7 +72,7 @@ def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(family):
 
 def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.MonkeyPatch):
     """Slots are used again by other requests, and start with NaN instead of zeros."""
-    model = hybrid_model(14)
+    model = hybrid_model(14, family=DELTA)
     reference = run_long(started(model, NEVER))
     poison_slots(monkeypatch)
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
@@ -77,11 +81,11 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [(HYBRID, "wrong"), (HYBRID, "mixed"), (NEMOTRON, "mixed")], ids=["delta-0", "delta", "mamba"]
+    ("family", "kind"), [(HYBRID, "wrong"), (DELTA, "mixed"), (MAMBA, "mixed")], ids=["delta-0", "delta", "mamba"]
 )
 def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, monkeypatch: pytest.MonkeyPatch):
     """In float32, where the tokens must be the same and the logprobs up to rounding; slots begin with NaN."""
-    model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2)
+    model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2, depth=2, longest=16)
     poison_slots(monkeypatch)
     expected = run_forest(started(model), drive)
     drafting = Adversary(kind, answers_of(expected), seed=2)
@@ -93,7 +97,7 @@ def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, m
 
 def test_a_shared_context_is_computed_once():
     """Without end tokens, so that two running requests end together and the next two begin together."""
-    model = hybrid_model(9)
+    model = hybrid_model(9, family=DELTA)
     context = np.arange(13, dtype=np.int32) % 7
     requests = [GenerationRequest(i, context, 5, key=i, parent=None, hold=False) for i in range(4)]
     alone = {}
@@ -113,7 +117,7 @@ def test_a_shared_context_is_computed_once():
 
 def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, float]]:
     """The forest of requests and the statistics; slots of states begin with NaN."""
-    drive, engine = Drive(seed=9, prompts=2, longest=10, depth=1), started(model, **settings, **more)
+    drive, engine = Drive(seed=9, prompts=1, longest=10, depth=1), started(model, **settings, **more)
     samples = run_forest(engine, drive)
     assert engine.pages_in_use == 0
     return samples, engine.statistics()
@@ -122,7 +126,7 @@ def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, floa
 @interpreter
 @pytest.mark.parametrize(
     ("family", "fused"),
-    [(HYBRID, "reference"), (HYBRID, "triton"), (NEMOTRON, "triton")],
+    [(HYBRID, "reference"), (DELTA, "triton"), (MAMBA, "triton")],
     ids=["plain", "delta", "mamba"],
 )
 def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(
@@ -141,7 +145,7 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(
     # Some rows ended inside a burst; nothing continued their states.
     assert any(row.has_lost_state for row in lost)
     if fused == "reference":
-        samples, statistics = decoded(model, STATIC, burst=1, block_size=3, max_requests=4)
+        samples, statistics = decoded(model, STATIC, burst=1, block_size=3, max_requests=2)
         assert_same(samples, expected, 2e-5)
     drafting = Adversary("mixed", answers_of(expected), seed=2)
     samples, statistics = decoded(model, STATIC, drafting=drafting)

@@ -29,7 +29,7 @@ def latent_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(monkeypatch: pytest.MonkeyPatch):
     seed_all(3)
     poison_pages(monkeypatch)
-    model, drive = latent_model(3, **ADAPTERS), Drive(seed=3, prompts=2, longest=20)
+    model, drive = latent_model(3, **ADAPTERS), Drive(seed=3, prompts=2, depth=2, longest=10)
     with torch.no_grad():
         for adapter in adapters_of([model]):
             adapter.lora_B.normal_(0, 0.3)
@@ -54,7 +54,7 @@ def test_preemption_and_drafts_change_nothing():
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
     assert_same(run_long(engine), reference, 1e-12)
     assert engine.statistics()["preemptions"] > 1
-    drive = Drive(seed=5, prompts=2)
+    drive = Drive(seed=5, prompts=2, depth=1, longest=16)
     expected = run_forest(started(model), drive)
     drafting = Adversary("mixed", answers_of(expected), seed=2)
     assert_same(run_forest(started(model, block_size=4, max_tokens=12, drafting=drafting), drive), expected, 1e-12)

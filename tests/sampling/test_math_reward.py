@@ -94,9 +94,9 @@ def test_replies(stand_in: None) -> None:
     function.close()
 
 
-@pytest.mark.parametrize("response", ["spin", "leave", "sleep", "fill"])
+@pytest.mark.parametrize("response", ["leave", "sleep", "fill"])
 def test_what_does_not_end_is_ended_and_counted(stand_in: None, response: str) -> None:
-    """A computation in C, which hears no signal; a process that is gone; one that waits; one that fills the memory."""
+    """A process that is gone; one that waits; one that fills the memory."""
     function, began = MathVerify(cpu_seconds=1), time.monotonic()
     assert compute_reward(function, "p", {"answer": "4"}, "4", []) == 1
     with mock.patch.object(function, "_wall_seconds", 0.5 if response == "sleep" else WALL_SECONDS):
@@ -108,7 +108,7 @@ def test_what_does_not_end_is_ended_and_counted(stand_in: None, response: str) -
 
 
 def test_threads_have_processes_of_their_own(stand_in: None) -> None:
-    """Rewards in threads come out in order, with the limits that signals would not give there."""
+    """Rewards in threads come out in order, with the limits that signals would not give there: a computation in C."""
     function = MathVerify(cpu_seconds=1)
     scorer = Scorer(function, workers=3)
     texts = [str(i) for i in np.random.default_rng(5).integers(0, 3, 20)]
