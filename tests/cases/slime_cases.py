@@ -125,7 +125,8 @@ def train(rank: int, case: dict[str, Any]) -> dict[str, Any]:
         attempt = {"witness_info": None, "attempt": 0} if is_miles else {}
         outcome = actor.train(rollout_id=0, rollout_data_ref=None, **attempt)
         assert outcome == (module.TrainStepOutcome.NORMAL if is_miles else None)
-    return {"gradients": gradients, "logged": logged, "actor": actor if size == 1 else None}
+    outcome = {"gradients": gradients, "logged": logged, "config": actor.config}
+    return outcome | ({"actor": actor} if size == 1 else {})
 
 
 def reference(stock: torch.nn.Module, samples: list[dict[str, Any]], args: Any, step: int, size: int) -> tuple:

@@ -166,7 +166,8 @@ def test_logprobs_of_the_forest_are_the_trainers(dtype: torch.dtype, tolerance: 
     seed_all(40)
     model = make_model(18, dtype, **GROUPED)
     params = replace(PARAMS, vocab_size=14)
-    samples = run_forest(started(model, params, **SETTINGS[settings]), Drive(seed=3, order=5, prompts=2, depth=2, longest=16))
+    drive = Drive(seed=3, order=5, prompts=2, depth=2, longest=16)
+    samples = run_forest(started(model, params, **SETTINGS[settings]), drive)
     assert max(int(result.token_ids.max()) for _, result in samples.values()) == 13
     trained = trainers_logprobs(model, samples, TreeConfig(tree_mode=tree_mode, tree_segment_tokens=64))
     for (_, result), logprobs in zip(samples.values(), trained, strict=True):

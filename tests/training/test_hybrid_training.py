@@ -38,10 +38,10 @@ def rollouts(tmp_path: Path) -> str:
 
 
 def test_a_continued_run_is_the_unbroken_one(rollouts: str, model_flags: str, tmp_path: Path) -> None:
-    arguments = f"{rollouts} --bf16 --save-interval 2 --tree-segment-tokens 5"
-    run(f"{arguments} --train-iters 4 --save {tmp_path}/whole", model_flags)
-    run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", model_flags)
-    _, output = run(f"{arguments} --train-iters 4 --save {tmp_path}/parts", model_flags)
+    arguments = f"{rollouts} --bf16 --save-interval 1 --tree-segment-tokens 12"
+    run(f"{arguments} --train-iters 2 --save {tmp_path}/whole", model_flags)
+    run(f"{arguments} --train-iters 1 --save {tmp_path}/parts", model_flags)
+    _, output = run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", model_flags)
     assert "continuing" in output
     expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
     assert expected.keys() == resumed.keys()
@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused_in_one_line(changes: dict, mesh: dict, mess
 def test_sampling_in_this_process_and_training_agree(model_flags: str, tmp_path: Path) -> None:
     """Where training starts at the sampler's weights, importance ratios are 1."""
     method = "--rollout-method treepo --treepo-segment-length 3 --advantage-estimator treepo"
-    sampled = "--task arithmetic --rollout-batch-size 2 --n-samples-per-prompt 3 --rollout-max-response-len 6"
+    sampled = "--task arithmetic --rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 5"
     trainer, _ = run(f"{sampled} {method} --train-iters 1 --save {tmp_path}/run --old-logprobs rollout", model_flags)
     row = rows_without_timing(tmp_path / "run")[-1]
     assert row["ratio"] == pytest.approx(1.0, abs=1e-4)

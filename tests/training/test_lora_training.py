@@ -72,7 +72,7 @@ def test_checkpoints_hold_adapters_and_the_base_stands_once(rollouts: str, tmp_p
 
 def test_the_base_as_the_reference_is_a_copy_of_the_first_weights(rollouts: str, tmp_path: Path) -> None:
     """Two epochs a rollout batch and a penalty in the reward too, so that every way to use the reference is taken."""
-    arguments = f"{rollouts} {GRPO} {LORA} --kl-coef 0.1 --ppo-epochs 2 --train-iters 6"
+    arguments = f"{rollouts} {GRPO} {LORA} --kl-coef 0.1 --ppo-epochs 2 --train-iters 4"
     base, _ = run(f"{arguments} --save {tmp_path}/base-run")
     assert base.preparation.reference.engine.tree_models == base.engine.tree_models
     rows = rows_without_timing(tmp_path / "base-run")
@@ -117,7 +117,7 @@ def test_exports(tmp_path: Path, case: str, modules: list[str], targets: str) ->
     hf_rollouts(tmp_path / "r.jsonl", 43)
     targets = f"--lora-target-modules {' '.join(OF_LATENT)}" if modules is LATENT else ""
     arguments = (
-        f"--rollouts {tmp_path}/r.jsonl --global-batch-size 6 --old-logprobs recompute --train-iters 4 --lr 2e-2 "
+        f"--rollouts {tmp_path}/r.jsonl --global-batch-size 6 --old-logprobs recompute --train-iters 2 --lr 2e-2 "
         f"--load-hf {tmp_path}/hf --save {tmp_path}/run --save-hf {tmp_path}/merged {LORA} {targets}"
     )
     config = parse_arguments(arguments.split())

@@ -45,11 +45,11 @@ def tiny_model(dtype: torch.dtype = torch.float64) -> ModelConfig:
 
 def test_gradients_do_not_depend_on_the_memory() -> None:
     generator = seed_all(7)
-    trunk = generator.integers(0, 40, 300)
+    trunk = generator.integers(0, 40, 150)
     samples = []
     for _ in range(4):
-        tokens = torch.cat([torch.tensor(trunk), torch.tensor(generator.integers(0, 40, 150))]).numpy().astype("int32")
-        mask = generator.random(450) < 0.3
+        tokens = torch.cat([torch.tensor(trunk), torch.tensor(generator.integers(0, 40, 75))]).numpy().astype("int32")
+        mask = generator.random(225) < 0.3
         mask[0], mask[-1] = False, True
         samples.append(TrainingSample(tokens, mask))
     model = build_model(tiny_model(), initialize_parallel(1))
@@ -63,15 +63,15 @@ def test_gradients_do_not_depend_on_the_memory() -> None:
         return gradients, result.recomputed_tokens, batch.plan.segments.num_segments
 
     engine = TreeEngine(model, logprob_chunk_tokens=8)
-    expected, none, _ = gradients(engine, TreeConfig(tree_segment_tokens=64))
+    expected, none, _ = gradients(engine, TreeConfig(tree_segment_tokens=32))
     assert none == 0
     constant = constant_bytes([model])
-    tree = TreeConfig(tree_segment_tokens=64, tree_memory_gib=1e-6)
+    tree = TreeConfig(tree_segment_tokens=32, tree_memory_gib=1e-6)
     engine.limit_memory(1e-6, constant)
     with pytest.raises(InputError, match="GiB too small"):
         gradients(engine, tree)
     recomputed = []
-    for extra in (1.2e6, 1.5e6, 8e6):
+    for extra in (0.6e6, 0.75e6, 4e6):
         engine.limit_memory((constant + extra) / GIB, constant)
         computed, again, segments = gradients(engine, tree)
         recomputed.append(again)

@@ -32,7 +32,7 @@ def reward(prompt, response, token_ids):
 def even(prompt, response, token_ids):
     return sum(token_ids) % 2
 """
-COMMON = "--rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 6 --train-iters 5 "
+COMMON = "--rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 6 --train-iters 4 "
 FILTERS = "--num-steps-per-rollout 2 --task arithmetic --arithmetic-max-operand 3 "
 
 
@@ -63,7 +63,7 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
     flags = COMMON + flags.format(tmp_path)
     run(f"{flags} --save {tmp_path}/straight")
-    for stop in (3, 5):  # within the second batch
+    for stop in (3, 4):  # within the second batch
         trainer, _ = make_trainer(f"{flags} --save {tmp_path}/stopped")
         plain = trainer._step
 
@@ -85,10 +85,10 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
 def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path) -> None:
     """Neither random weights nor those of the checkpoint, and --load may be gone by then."""
     flags = f"{COMMON} {FILTERS} --kl-loss-coef 0.5"
-    run(f"{COMMON} {FILTERS} --kl-loss-coef 0.1 --entropy-coef 0.1 --seed 5 --save {tmp_path}/first")
+    run(f"{COMMON} {FILTERS} --kl-loss-coef 0.1 --seed 5 --train-iters 2 --save {tmp_path}/first")
     begin = f"{flags} --load {tmp_path}/first --finetune"
     run(f"{begin} --save {tmp_path}/straight")
-    run(f"{begin} --train-iters 3 --save {tmp_path}/stopped")
+    run(f"{begin} --train-iters 2 --save {tmp_path}/stopped")
     (tmp_path / "first").rename(tmp_path / "gone")
     run(f"{begin} --save {tmp_path}/stopped")
     expected, resumed = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
@@ -152,12 +152,12 @@ def test_stored_rollouts_have_no_text(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_has_the_same_files(tmp_path: Path) -> None:
-    flags = f"{TASK} --save-rollouts-interval 1 --save-interval 1"
-    run(f"{flags} --save {tmp_path}/straight")
-    run(f"{flags.replace('--train-iters 7', '--train-iters 3')} --save {tmp_path}/stopped")
-    run(f"{flags} --save {tmp_path}/stopped")
+    flags = f"{TASK} --save-rollouts-interval 1 --save-interval 1 --train-iters"
+    run(f"{flags} 5 --save {tmp_path}/straight")
+    run(f"{flags} 3 --save {tmp_path}/stopped")
+    run(f"{flags} 5 --save {tmp_path}/stopped")
     straight, stopped = (sorted((tmp_path / name / "rollouts").iterdir()) for name in ("straight", "stopped"))
     assert [path.name for path in stopped] == [path.name for path in straight]
-    assert len(straight) == 24  # step 8 is prepared with step 7
+    assert len(straight) == 18  # step 6 is prepared with step 5
     for left, right in zip(straight, stopped, strict=True):
         assert left.read_bytes() == right.read_bytes()
