@@ -7,6 +7,8 @@ output as a fresh interpreter would; what a program does while it imports the pr
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import resource
 import runpy
@@ -27,13 +29,12 @@ from subprocess import CompletedProcess, TimeoutExpired
 from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PRELOAD = ["preloaded"]
 
 
 def forkserver() -> ForkServerContext:
     """Return the context whose processes have imported the project."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["preloaded"])
     python_path = os.environ.get("PYTHONPATH")
     # Python 3.11 does not tell the server where to find the modules, and says nothing where it does not find them.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -54,6 +55,23 @@ def server_for_others() -> str:
     os.close(errors)
     os.close(silent)
     return _forkserver._forkserver_address
+
+
+def serve_from_here() -> None:
+    """Fork the server off this process, which has imported what the programs need and runs no other thread."""
+    address, alive = multiprocessing.connection.arbitrary_address("AF_UNIX"), os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        if os.fork() == 0:
+            os.close(alive[1])
+            try:
+                multiprocessing.forkserver.main(listener.fileno(), alive[0], [])
+            finally:
+                os._exit(0)
+    os.close(alive[0])
+    _forkserver._forkserver_alive_fd = alive[1]
+    use_server(address)
 
 
 def use_server(address: str) -> None:

@@ -25,9 +25,13 @@ else:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Tests of one rank run in the test process, which is a rank of verl's own.
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    forked.PRELOAD[:] = ["verl_preloaded"]
     folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish() -> None:
+        """Ranks are forked off a process that has imported verl with the tests, and has run none of them."""
+        forked.serve_from_here()
 
 
 @pytest.fixture(scope="session")

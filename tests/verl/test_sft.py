@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas
 import pytest
+import verl.trainer.sft_trainer  # noqa: F401 (here once, not in each rank)
 
 from forked import run_ranks
 
