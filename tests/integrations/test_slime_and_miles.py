@@ -54,10 +54,7 @@ def check(outcomes: list[dict], case: dict[str, Any]) -> None:
                 assert outcome["logged"][step]["train/token_reuse"] > 1.2
 
 
-@pytest.mark.parametrize(
-    ("form", "package"),
-    [(form, "slime") for form in FORMS] + [("per token, with a reference", "miles")],
-)
+@pytest.mark.parametrize(("form", "package"), [*((form, "slime") for form in FORMS), (tuple(FORMS)[-1], "miles")])
 def test_the_steps_of_a_rollout(folder: Path, form: str, package: str) -> None:
     args, samples = arguments(folder, **FORMS[form]), random_samples(seed=11)
     case = {"args": args, "samples": samples, "size": 1, "package": package}

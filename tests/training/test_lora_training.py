@@ -115,7 +115,6 @@ OF_LATENT = (
 def test_exports(tmp_path: Path, case: str, modules: list[str], targets: str) -> None:
     save_huggingface(tmp_path / "hf", case, seed=41)
     hf_rollouts(tmp_path / "r.jsonl", 43)
-    targets = f"--lora-target-modules {' '.join(OF_LATENT)}" if modules is LATENT else ""
     arguments = (
         f"--rollouts {tmp_path}/r.jsonl --global-batch-size 6 --old-logprobs recompute --train-iters 2 --lr 2e-2 "
         f"--load-hf {tmp_path}/hf --save {tmp_path}/run --save-hf {tmp_path}/merged {LORA} {targets}"
