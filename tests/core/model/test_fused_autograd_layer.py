@@ -60,14 +60,14 @@ def counted(monkeypatch) -> Counted:
 
 
 def both_ways(
-    counted: Counted, model: ModelConfig, parallel: ParallelConfig, longest: int = 8, **tree: object
+    counted: Counted, model: ModelConfig, parallel: ParallelConfig, longest: int = 6, **tree: object
 ) -> list[tuple]:
     """``(logprobs, gradients)`` of a step, by modules and directly."""
     samples = random_training_samples(
         branching_sequences(seed_all(51), count=6 + longest // 20, longest=longest), seed=51
     )
     weights = weights_of(replace(model, fused_layer_impl="reference"), seed=3)
-    settings = {"mode": "dta", "segment_tokens": 13} | tree
+    settings = {"mode": "dta", "segment_tokens": 11} | tree
     outcomes = []
     for counted.allowed in (False, True):
         wrapped = wrapped_with_kernels(model, weights, parallel)

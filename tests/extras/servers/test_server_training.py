@@ -70,8 +70,8 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
 
 def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs) -> None:
     runs.add_servers("vllm", 1)
-    uninterrupted, _ = runs.run(f"--train-iters 4 --save {runs.folder / 'whole'} --save-interval 2")
-    broken, _ = runs.trainer(f"--train-iters 4 --save {runs.folder / 'broken'} --save-interval 2")
+    uninterrupted, _ = runs.run(f"--train-iters 3 --save {runs.folder / 'whole'} --save-interval 2")
+    broken, _ = runs.trainer(f"--train-iters 3 --save {runs.folder / 'broken'} --save-interval 2")
     report = broken._report
 
     def stop(record):
@@ -84,7 +84,7 @@ def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs) -> None:
     with pytest.raises(KeyboardInterrupt):
         broken.run()
     broken.metrics.close()
-    continued, output = runs.run(f"--train-iters 4 --save {runs.folder / 'broken'} --save-interval 2")
+    continued, output = runs.run(f"--train-iters 3 --save {runs.folder / 'broken'} --save-interval 2")
     assert "after step 2" in output
     assert_same(weights_of(uninterrupted), weights_of(continued))
     expected, resumed = (metrics_of(runs.folder / name) for name in ("whole", "broken"))

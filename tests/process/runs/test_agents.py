@@ -108,7 +108,10 @@ def test_failing_and_printing_agents(chat: Path, tmp_path: Path) -> None:
     left = subprocess.run(["pgrep", "-f", "time.sleep(600)"], capture_output=True, text=True, check=False).stdout
     mine = [pid for pid in left.split() if f"{tmp_path}" in Path(f"/proc/{pid}/environ").read_text(errors="ignore")]
     assert not mine
-    stopped = run_python(command(chat, tmp_path / "stop", "fail", *sizes, "--rollout-failure", "stop"))
+    prompt = tmp_path / "prompt.jsonl"
+    prompt.write_text('{"prompt": "question 3"}\n')
+    stop = ["--rollout-failure", "stop", "--rollout-batch-size", "1", "--prompt-data", str(prompt)]
+    stopped = run_python(command(chat, tmp_path / "stop", "fail", "--train-iters", "1", *stop))
     assert stopped.returncode == 2
     assert "ended with status 3: a reason" in stopped.stderr
 

@@ -28,7 +28,7 @@ PAPERS = {
     "areal_dta": (),
     "das": ("--tasks", "long tail"),
     "tree_training": ("--seeds", "1"),
-    "treepo": ("--jobs", "2"),
+    "treepo": ("--jobs", "2", "--parts", "curves", "efficiency", "votes"),
 }
 
 

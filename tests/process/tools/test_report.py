@@ -238,10 +238,7 @@ def shown(page: Path) -> dict[str, Any]:
     return evaluate(page, f"return {{{calls}}};")
 
 
-def test_a_browser_shows_the_page_and_loads_nothing(page: Path, shown: dict[str, Any]) -> None:
-    document, complaints = browse(page)
-    assert complaints == []
-    assert "<title>Run run</title>" in document
+def test_a_browser_shows_the_page(shown: dict[str, Any]) -> None:
     layout = shown["layout"]
     assert "Not in this run" in layout["titles"]
     assert layout["width"] <= 1250
@@ -266,6 +263,7 @@ def test_a_browser_shows_the_page_and_loads_nothing(page: Path, shown: dict[str,
 
 
 def test_the_policy_stops_what_does_not_belong_to_the_page(page: Path) -> None:
+    """And nothing else: the page itself loads nothing."""
     bad = page.with_name("bad.html")
     bad.write_text(
         page.read_text(encoding="utf-8").replace(
@@ -355,7 +353,7 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
     seed_all(3)
     task = "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 4"
     train(
-        f"{task} --rollout-max-response-len 4 --train-iters 4 --save {tmp_path}/run --save-rollouts-interval 2 "
+        f"{task} --rollout-max-response-len 4 --train-iters 2 --save {tmp_path}/run --save-rollouts-interval 2 "
         f"--timeline-dir {tmp_path}/elsewhere --eval-interval 2 --keep-best-checkpoint eval_reward "
         "--rollout-speculation das --tree-segment-tokens 16"
     )
@@ -363,7 +361,7 @@ def test_a_real_run_has_every_section(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     _Elements(text)
-    assert text.count('class="wide tree"') == 6  # steps 1, 2, 4
+    assert text.count('class="wide tree"') == 4  # steps 1 and 2
     for missing in ("no timelines", "no rollouts", "nothing was drafted", "no times", "no step"):
         assert missing not in text
     assert "one data-parallel rank" in text
