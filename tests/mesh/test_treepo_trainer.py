@@ -30,26 +30,28 @@ SAMPLED = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 3 --n-samples-per-prompt 5 --rollout-max-response-len 9 "
     "--train-iters 4 --num-steps-per-rollout 3 --eval-interval 4 --eval-iters 5 --lr 1e-3 --rollout-method treepo "
-    "--treepo-segment-length 2 --advantage-estimator treepo_segment --leaf-weights both "
+    "--treepo-segment-length 2 --advantage-estimator treepo_segment --leaf-weights both --entropy-coef 0.1 "
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs of one and of two processes, with and without an environment."""
+    """Runs of one and of two processes, with and without an environment; those that stages repeat share weights."""
     path = tmp_path_factory.mktemp("trees")
     (path / "twice.py").write_text(ENVIRONMENT)
     turns = f"{SAMPLED} --environment {path}/twice.py:Twice"
+    started = f"{SAMPLED} --load {path}/start --finetune"
     single = [
-        (f"{SAMPLED} --save {path}/one", None),
+        (f"{SAMPLED} --train-iters 1 --save {path}/start", None),
+        (f"{started} --save {path}/one", None),
         (f"{turns} --save {path}/turns", None),
         # The first step of the second rollout batch and no more, then on from there.
-        (f"{SAMPLED} --save {path}/broken --train-iters 2", None),
-        (f"{SAMPLED} --save {path}/broken", None),
+        (f"{started} --save {path}/broken --train-iters 2", None),
+        (f"{started} --save {path}/broken", None),
     ]
     single.append((f"{SAMPLED} --over-sampling-batch-size 8 --save {path}/dynamic", None))
     run_on_ranks(train_on_rank, single, 1, path / "single")
-    twos = [f"{turns} --save {path}/dp", f"{SAMPLED} --pipeline-model-parallel-size 2 --save {path}/pp"]
+    twos = [f"{turns} --save {path}/dp", f"{started} --pipeline-model-parallel-size 2 --save {path}/pp"]
     run_on_ranks(train_on_rank, [(command, None) for command in twos], 2, path / "ranks")
     return path
 

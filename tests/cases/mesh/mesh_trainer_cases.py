@@ -21,7 +21,8 @@ GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-
 SAMPLED = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
     "--arithmetic-max-operand 9 --rollout-batch-size 2 --n-samples-per-prompt 6 --rollout-max-response-len 6 "
-    "--train-iters 3 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 3 --eval-iters 5 --lr 1e-3"
+    "--train-iters 3 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 3 --eval-iters 5 --lr 1e-3 "
+    "--entropy-coef 0.1"
 )
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
