@@ -1,4 +1,4 @@
-"""Memory of a conversion does not grow with the model: twelve times the layers, the same memory."""
+"""Memory of a conversion does not grow with the model: seven times the layers, the same memory."""
 
 import subprocess
 from pathlib import Path
@@ -28,13 +28,13 @@ def test_memory_does_not_grow_with_layers(tmp_path: Path, monkeypatch: pytest.Mo
     started = SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(benchmark, "subprocess", started)
     results = {}
-    for layers in (2, 24):
+    for layers in (2, 14):
         results[layers] = benchmark.benchmark(tmp_path / str(layers), layers, 16)
-    few, many = results[2], results[24]
+    few, many = results[2], results[14]
     assert few["byte_for_byte"]
     assert many["byte_for_byte"]
     more = many["bytes"] - few["bytes"]
-    assert more > 140e6
+    assert more > 75e6
     for direction in ("to_megatron", "to_hf"):
         assert many[direction]["allocated_bytes"] - few[direction]["allocated_bytes"] < more / 4
         assert many[direction]["allocated_bytes"] > 50e6
