@@ -193,7 +193,7 @@ def test_the_second_step_corrects_the_costs_once(memory: list[GpuMemory], rollou
     assert corrected.forward_floor != 1
     assert corrected.backward_floor != 1
     assert corrected.forward_work == 1
-    steps(trainer, 2)
+    steps(trainer, 1)
     assert trainer.engine.correction == corrected
 
 
@@ -202,7 +202,7 @@ def test_a_deterministic_run_follows_no_clock(memory: list[GpuMemory], rollouts:
         f"--rollouts {rollouts} --global-batch-size 12 --train-iters 9 --tree-segment-tokens 4 --deterministic-mode"
     )
     uncorrected = trainer.engine.correction
-    steps(trainer, 3)
+    steps(trainer, 2)
     assert trainer.engine.correction == uncorrected
     assert trainer.tuner.limit == 18
 
@@ -281,19 +281,19 @@ def test_a_model_too_large_for_the_gpu_is_refused_in_one_line(memory: list[GpuMe
 
 def test_a_continued_run_decides_as_before(memory: list[GpuMemory], rollouts: Path, tmp_path: Path) -> None:
     arguments = f"--rollouts {rollouts} --global-batch-size 12 --tree-segment-tokens 4 --save {tmp_path}/run"
-    first, _ = make_trainer(f"{arguments} --train-iters 3")
+    first, _ = make_trainer(f"{arguments} --train-iters 2")
     memory[0] = replace(memory[0], others=2.5 * GIB)
     first.run()
     first.metrics.close()
     memory[0] = replace(memory[0], others=0.0)
-    second, _output = make_trainer(f"{arguments} --train-iters 6")
+    second, _output = make_trainer(f"{arguments} --train-iters 4")
     assert second.tuner.limit == first.tuner.limit == 15
     assert second.engine.correction == first.engine.correction
     second.run()
     second.metrics.close()
     assert second.tuner.limit == 15
     assert second.engine.correction == first.engine.correction
-    assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 6
+    assert len(rows_of(tmp_path / "run" / "metrics.jsonl")) == 4
     # On other GPUs it decides afresh.
     memory[0] = GpuMemory(total=40 * GIB, outside=GIB, graphs=0.0, others=0.0)
     third, _ = make_trainer(f"{arguments} --train-iters 9")
