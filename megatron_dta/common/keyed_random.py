@@ -88,6 +88,7 @@ def keyed_uniform(seed: int, domain: Domain, iteration: int, sequence: Array, po
     with np.errstate(over="ignore"):
         high, low, _, _ = philox4x32(counter, (seed & _WORD, seed >> 32))
     bits = (high << (_UNIFORM_BITS - 32)) | (low >> (64 - _UNIFORM_BITS))
+    # A process that draws from arrays of NumPy alone does not import torch.
     return (bits.double() if hasattr(bits, "double") else bits) * 2.0**-_UNIFORM_BITS
 
 
