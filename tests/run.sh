@@ -117,6 +117,8 @@ if [ "${1:-}" = quick ]; then
   shift
   set -- tests/core/tree tests/core/rollouts tests/core/objectives tests/core/planning "$@"
 fi
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
 status=0
 if [ "$everything" = 0 ]; then
   # Beside the others, because its installation keeps one core busy; in a process group of its own, to be ended with this.
@@ -124,12 +126,15 @@ if [ "$everything" = 0 ]; then
   set -m
   test_verl --ignore tests/verl/test_grpo.py > "$output" 2>&1 &
   set +m
-  trap "kill -- -$! 2> /dev/null; rm -f '$output'" EXIT
+  trap "kill -- -$! 2> /dev/null || true; rm -f '$output' '$report'" EXIT  # without true, "set -e" makes the exit status 1
 fi
-"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" \
+  | tee "$report" || status=$?
 if [ "$everything" = 0 ]; then
   wait $! || status=$?
   echo "the tests of the verl integration:"
   cat "$output"
+  # Once more at the end, which is all that some machines of continuous integration show.
+  sed -n '/^=* \(ERRORS\|FAILURES\) =*$/,$p' "$report" | tail -n 150
 fi
 exit $status

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from megatron_dta.core.config.model import ModelConfig
+from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.families.gated_delta_net.sizes import Sizes
 from megatron_dta.families.mamba2 import sizes as mamba2
 from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
@@ -78,3 +79,11 @@ def spread(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tenso
         if name.endswith("A_log"):
             weight -= 4.0
     return weights
+
+
+def poisoned(self: DecodeStates, num_slots: int, grow: Any = DecodeStates.grow) -> None:
+    """``grow`` whose new slots begin with NaN."""
+    before = self.num_slots
+    grow(self, num_slots)
+    for tensor in (*self.states.values(), *self.rows.values()):
+        tensor[before:] = float("nan")

@@ -51,5 +51,21 @@ def run(arguments: str, model: str = MODEL) -> tuple[Trainer, str]:
     return trainer, output.getvalue()
 
 
+def run_until(stop: int, arguments: str, model: str = MODEL) -> Trainer:
+    """Train as if a signal came in step ``stop``."""
+    trainer, _ = make_trainer(arguments, model)
+    plain = trainer._step
+
+    def step() -> dict:
+        record = plain()
+        trainer.signals.name = "SIGTERM" if record["iteration"] == stop else None
+        return record
+
+    trainer._step = step
+    trainer.run()
+    trainer.metrics.close()
+    return trainer
+
+
 def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]

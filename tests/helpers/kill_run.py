@@ -24,8 +24,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_dta import train
 from megatron_dta.training.checkpoint.files import find_checkpoint
+from resume_worker import train_in_child
 from rollout_runs import Runs
 
 SAVES = "--lr 1e-2 --save-interval 1 --keep-checkpoints 2 "
@@ -100,26 +100,13 @@ class Run:
 
 
 def _fork(argv: list[str], mesh: dict[str, str], log: Path) -> int:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.environ.update(mesh)
-            sys.argv = ["train", *argv]
-            train.main()
-            status = 0
-        except BaseException:
-            import traceback
+    def prepare() -> None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(mesh)
 
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return child
+    return train_in_child(argv, prepare)
 
 
 def server_command(folder: Path) -> str:

@@ -79,14 +79,13 @@ def arm(kill: str) -> None:
     setattr(owner, name, counted)
 
 
-def run_once(argv: list[str], kill: str | None) -> int:
-    """Train in a child; its exit status, negative for the signal that ended it."""
+def train_in_child(argv: list[str], prepare: Callable[[], None]) -> int:
+    """Process ID of a forked child that trains."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            if kill is not None:
-                arm(kill)
+            prepare()
             sys.argv = ["train", *argv]
             train.main()
             status = 0
@@ -96,6 +95,12 @@ def run_once(argv: list[str], kill: str | None) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
+    return child
+
+
+def run_once(argv: list[str], kill: str | None) -> int:
+    """Train in a child; its exit status, negative for the signal that ended it."""
+    child = train_in_child(argv, lambda: arm(kill) if kill is not None else None)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

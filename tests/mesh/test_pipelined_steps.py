@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
 from decode_mesh_cases import build_on
-from hybrid_cases import HYBRID, spread
+from hybrid_cases import HYBRID, poisoned, spread
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
@@ -158,14 +158,6 @@ def test_four_ranks_give_the_samples_of_one_process(tmp_path):
         ),
     }
     compare(case_of(model, num_layers=2, **TIED), jobs, expected_of(model), 4, tmp_path / "mesh")
-
-
-def poisoned(self: DecodeStates, num_slots: int, grow: Any = DecodeStates.grow) -> None:
-    """``grow`` whose new slots begin with NaN."""
-    before = self.num_slots
-    grow(self, num_slots)
-    for tensor in (*self.states.values(), *self.rows.values()):
-        tensor[before:] = float("nan")
 
 
 def forests_on_rank(rank: int, argument: tuple[Case, Drive, dict[str, Job]]) -> dict[str, tuple]:

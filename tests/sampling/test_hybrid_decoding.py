@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import HYBRID, NEMOTRON, spread
+from hybrid_cases import HYBRID, NEMOTRON, poisoned, spread
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
-from megatron_dta.core.model.hybrid import decode_states
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.sampling.in_process import row_states
 from megatron_dta.sampling.in_process.cache_size import DeviceMemory, max_pages, state_bytes
@@ -34,19 +33,6 @@ def hybrid_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
     with torch.no_grad():
         spread(dict(model.named_parameters()), seed)
     return model
-
-
-def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the slots of states begin with NaN."""
-    grow = decode_states.DecodeStates.grow
-
-    def poisoned(self: decode_states.DecodeStates, num_slots: int) -> None:
-        before = self.num_slots
-        grow(self, num_slots)
-        for tensor in (*self.states.values(), *self.rows.values()):
-            tensor[before:] = float("nan")
-
-    monkeypatch.setattr(decode_states.DecodeStates, "grow", poisoned)
 
 
 @families
@@ -73,7 +59,7 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
     """Slots are used again by other requests, and start with NaN instead of zeros."""
     model = hybrid_model(14, family=DELTA)
     reference = run_long(started(model, NEVER))
-    poison_slots(monkeypatch)
+    monkeypatch.setattr(DecodeStates, "grow", poisoned)
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
     assert_same(run_long(engine), reference, 1e-11)
     assert engine.statistics()["preemptions"] > 1
@@ -85,7 +71,7 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
 def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, monkeypatch: pytest.MonkeyPatch):
     """In float32, where the tokens must be the same and the logprobs up to rounding; slots begin with NaN."""
     model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2, depth=2, longest=16)
-    poison_slots(monkeypatch)
+    monkeypatch.setattr(DecodeStates, "grow", poisoned)
     expected = run_forest(started(model), drive)
     drafting = Adversary(kind, answers_of(expected), seed=2)
     engine = started(model, block_size=4, max_tokens=12, drafting=drafting)
@@ -132,7 +118,7 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(
     family: dict, fused: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Bursts that rows leave, ends of sequence inside them, branches of held requests, pools that preempt, drafts."""
-    poison_slots(monkeypatch)
+    monkeypatch.setattr(DecodeStates, "grow", poisoned)
     model = hybrid_model(7, torch.float32, fused_layer_impl=fused, family=family)
     expected, _ = decoded(model, {})
     lost = []

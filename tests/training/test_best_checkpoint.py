@@ -13,7 +13,7 @@ from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.checkpoint.best import BestCheckpoint, better_checkpoint
 from resume_cases import rows_without_timing
-from trainer_cases import make_trainer, run
+from trainer_cases import make_trainer, run, run_until
 
 VOCABULARY = 13
 MODEL = (
@@ -50,17 +50,7 @@ def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> N
     left = sorted(path.name for path in (tmp_path / "straight").glob("iter_*"))
     assert left == [f"iter_{best:07d}", "iter_0000024"]
     for stop in (best - 1, best, best + 1, 24):
-        trainer, _ = make_trainer(f"{flags} --train-iters 24 --save {tmp_path}/stopped", MODEL)
-        plain = trainer._step
-
-        def stopping(plain=plain, trainer=trainer, stop=stop):
-            record = plain()
-            trainer.signals.name = "SIGTERM" if record["iteration"] == stop else None
-            return record
-
-        trainer._step = stopping
-        trainer.run()
-        trainer.metrics.close()
+        run_until(stop, f"{flags} --train-iters 24 --save {tmp_path}/stopped", MODEL)
     assert rows_without_timing(tmp_path / "stopped") == rows
     assert json.loads((tmp_path / "stopped" / "best_checkpoint.json").read_text()) == named
     assert sorted(path.name for path in (tmp_path / "stopped").glob("iter_*")) == left

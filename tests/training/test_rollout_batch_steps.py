@@ -11,7 +11,7 @@ from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.sampling.prompts.tokenizer import CharacterTokenizer
 from resume_cases import rows_without_timing
-from trainer_cases import make_rollouts, make_trainer, run
+from trainer_cases import make_rollouts, make_trainer, run, run_until
 
 ENVIRONMENT = """
 class Echo:
@@ -64,18 +64,7 @@ def test_steps_of_a_stopped_collection(tmp_path: Path, flags: str, counted: str)
     flags = COMMON + flags.format(tmp_path)
     run(f"{flags} --save {tmp_path}/straight")
     for stop in (3, 4):  # within the second batch
-        trainer, _ = make_trainer(f"{flags} --save {tmp_path}/stopped")
-        plain = trainer._step
-
-        def stopping(plain=plain, trainer=trainer, stop=stop):
-            record = plain()
-            trainer.signals.name = "SIGTERM" if record["iteration"] == stop else None
-            return record
-
-        trainer._step = stopping
-        trainer.run()
-        trainer.metrics.close()
-        assert trainer.progress.iteration == stop
+        assert run_until(stop, f"{flags} --save {tmp_path}/stopped").progress.iteration == stop
     expected, resumed = (rows_without_timing(tmp_path / name) for name in ("straight", "stopped"))
     assert resumed == expected
     assert all(name in row for row in expected for name in counted.split())

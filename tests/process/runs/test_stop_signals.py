@@ -11,16 +11,11 @@ import pytest
 from conftest import REPOSITORY
 from forked import Program
 from megatron_dta.training.monitor.stop_signals import STOP_SIGNALS, StopSignals
-from trainer_cases import MODEL, make_trainer, rows_of, run
+from resume_cases import rows_without_timing
+from trainer_cases import MODEL, make_trainer, run
 
 FLAGS = "--task arithmetic --arithmetic-max-operand 9 --rollout-batch-size 2 --n-samples-per-prompt 2 --lr 1e-3 "
 FLAGS += "--rollout-max-response-len 6 --train-iters 4"
-
-
-def rows_without_timing(folder: Path) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if name != "timing"} for row in rows_of(folder / "metrics.jsonl")
-    ]
 
 
 def test_a_signal_in_a_step_ends_the_run_after_it(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
