@@ -27,6 +27,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_
 
 packages_of() { "$1/bin/python" -c 'import site; print(site.getsitepackages()[0])'; }
 
+prepare_verl() {
+  [ -x "$venv-verl/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv-verl"
+  # The largest of verl's packages that need nothing of the other environment, while that one is installed.
+  "$venv-verl/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "ray[default]" wandb
+}
+
 test_verl() {
   local own=$venv-verl
   [ -x "$own/bin/python" ] || "${PYTHON:-python3}" -m venv "$own"
@@ -93,8 +99,11 @@ if [ "${1:-}" = verl ]; then
   test_verl "$@"
   exit
 fi
+everything=$#
+[ "$everything" != 0 ] || prepare_verl &
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 bash examples/install.sh "$venv" test
+wait
 if [ "${1:-}" = vllm ]; then
   shift
   test_vllm "$@"
@@ -112,7 +121,6 @@ if [ "${1:-}" = real ]; then
   DTA_REAL_MODEL=$PWD/models/SmolLM2-135M-Instruct "$venv/bin/python" -m pytest -q tests/process/real_model "$@"
   exit
 fi
-everything=$#
 if [ "${1:-}" = quick ]; then
   shift
   set -- tests/core/tree tests/core/rollouts tests/core/objectives tests/core/planning "$@"

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import os
+import weakref
 
 gc.disable()
 
@@ -40,6 +41,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     quick_interpreter.make_quick()
     quick_interpreter.rewrite_kernels()
+
+# What these modules made ends with the server; each forked process would take it down again, in 20 ms.
+for finalizer in list(weakref.finalize._registry):
+    finalizer.atexit = False
 
 gc.collect()
 gc.freeze()

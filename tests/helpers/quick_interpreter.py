@@ -43,9 +43,12 @@ def was_tried() -> bool:
 
 def make_quick() -> None:
     """The language stays patched in this process, which compiles no kernels. A second call changes nothing."""
-    if not was_tried():
-        return
-    if interpreter._patch_lang.__name__ == "patch_once":
+    if not torch.cuda.is_available():
+        # For a device that never comes, each seed would be noted with the whole stack of calls.
+        for absent in (torch.cuda, torch.xpu, torch.mtia):
+            absent.manual_seed_all = lambda seed: None
+    mangle_type(0)  # imports a module when it is called first
+    if not was_tried() or interpreter._patch_lang.__name__ == "patch_once":
         return
     _patch_once()
     _find_dtypes_once()

@@ -24,9 +24,7 @@ def test_the_exit_status_is_that_of_the_tests(failing: str, status: int, tmp_pat
         python.parent.mkdir(parents=True)
         python.write_text(INTERPRETER)
         python.chmod(0o755)
-    environment = {**os.environ, "VENV": str(tmp_path / "venv"), "FAILING": failing}
-    environment.pop("WORKERS", None)
-    script = ["bash", str(REPOSITORY / "tests" / "run.sh")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "VENV": str(tmp_path / "venv"), "WORKERS": "auto", "FAILING": failing}
+    done = subprocess.run(["bash", "tests/run.sh"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     assert done.stdout.endswith("what failed\n") == (status == 1)
