@@ -143,6 +143,6 @@ if [ "$everything" = 0 ]; then
   echo "the tests of the verl integration:"
   cat "$output"
   # Once more at the end, which is all that some machines of continuous integration show.
-  sed -n '/^=* \(ERRORS\|FAILURES\) =*$/,$p' "$report" | tail -n 150
+  sed -n '/^=* \(ERRORS\|FAILURES\) =*$/,$p' "$report" | sed '/^=* warnings summary/,/^-- Docs/d' | tail -n 150
 fi
 exit $status
