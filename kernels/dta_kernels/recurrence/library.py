@@ -8,7 +8,6 @@ compile its backward wrongly, and the package refuses them unless TileLang is th
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -65,11 +64,10 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-@lru_cache
-def _prepare(head_sizes: tuple[int, int], capability: tuple[int, int]) -> None:
+def _prepare(keys: Tensor, values: Tensor) -> None:
     """Fix the settings of the kernels where they are known."""
-    if capability[0] == library_settings.CAPABILITY and set(head_sizes) == {library_settings.HEAD_SIZE}:
-        library_settings.fix_settings(library_settings.HOPPER)
+    head_sizes = keys.shape[-1], values.shape[-1]
+    library_settings.fix_settings(head_sizes, torch.cuda.get_device_capability(keys.device))
 
 
 def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
@@ -79,7 +77,7 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     from dta_kernels.recurrence.head_norms import unit_heads
 
     q, k, v, g, beta = inputs
-    _prepare((k.shape[2], v.shape[2]), torch.cuda.get_device_capability(q.device))
+    _prepare(k, v)
     q, k = unit_heads(q), unit_heads(k)
     output, exits = chunk_gated_delta_rule(
         *(x.unsqueeze(0) for x in (q, k, v)),
@@ -143,6 +141,7 @@ def _chunk_states(k: Tensor, v: Tensor, total: Tensor, entry: Tensor, pieces: di
     """States before each chunk, in 16 bits, and after each run."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
+    _prepare(k, v)
     zero = k.new_zeros(*v.shape[:3], k.shape[3])  # [1, T, J, K]
     h, _, exits = chunk_gated_delta_rule_fwd_h(
         k=k, w=zero, u=v, g=total, initial_state=entry, output_final_state=True, save_new_value=False, **pieces

@@ -7,10 +7,11 @@ models; elsewhere the tuner decides. ``benchmarks/layers/recurrence.py --tune`` 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-HEAD_SIZE, CAPABILITY = 128, 9
+CAPABILITY = 9
 # Modules of the kernels that a call runs; all of them are tuned by the shapes of heads alone.
 _MODULES = ("common.chunk_delta_h", "common.chunk_o", "gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast")
 _MODULES += ("utils.cumsum",)
@@ -25,7 +26,7 @@ class LaunchSettings(NamedTuple):
 
 
 # By the kernel's name: fla-core 0.6.0, Triton 3.6, an H200, 16 key heads and 32 value heads, 2,048 tokens.
-HOPPER: dict[str, LaunchSettings] = {
+_DELTA = {
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": LaunchSettings(4, 4, {"BV": 32}),
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": LaunchSettings(4, 3, {"BV": 32}),
     "chunk_fwd_kernel_o": LaunchSettings(4, 3, {"BK": 64, "BV": 64}),
@@ -35,6 +36,8 @@ HOPPER: dict[str, LaunchSettings] = {
     "prepare_wy_repr_bwd_kernel": LaunchSettings(4, 3, {}),
     "chunk_local_cumsum_scalar_kernel": LaunchSettings(4, 3, {}),
 }
+# By the channels of keys and of values.
+HOPPER: dict[tuple[int, int], dict[str, LaunchSettings]] = {(128, 128): _DELTA}
 
 
 def tuners() -> dict[str, Any]:
@@ -51,16 +54,23 @@ def tuners() -> dict[str, Any]:
     return autotuners
 
 
-def fix_settings(settings: dict[str, LaunchSettings]) -> None:
-    """Leave each tuner in ``settings`` that one candidate, with which it does not tune.
+@lru_cache
+def _all_candidates() -> dict[str, list[Any]]:
+    """The candidates of each tuner."""
+    return {name: tuner.configs for name, tuner in tuners().items()}
 
-    A candidate that this version of the library does not have is left to its tuner.
+
+@lru_cache(maxsize=1)
+def fix_settings(head_sizes: tuple[int, int], capability: tuple[int, int]) -> None:
+    """Leave each tuner the candidate that is chosen for these heads, with which it does not tune; else all of them.
+
+    The tuners are those of the process, so this is called before every use: other heads may find no room for the
+    same settings. A candidate that this version of the library does not have is left to its tuner.
     """
-    autotuners = tuners()
-    for name, chosen in settings.items():
-        if name in autotuners:
-            tuner = autotuners[name]
-            tuner.configs = [config for config in tuner.configs if settings_of(config) == chosen] or tuner.configs
+    chosen = HOPPER.get(head_sizes, {}) if capability[0] == CAPABILITY else {}
+    for name, tuner in tuners().items():
+        candidates = _all_candidates()[name]
+        tuner.configs = [config for config in candidates if settings_of(config) == chosen.get(name)] or candidates
 
 
 def settings_of(config: Any) -> LaunchSettings:

@@ -218,8 +218,13 @@ class DecodeSteps:
         weights = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         # The ranks of a replica capture together, because a capture begins with a pass of a tensor group.
         if any(current_mesh().gather_over_replica(weights != self._weights)):
-            self._passes.clear()
-            self._weights, self._pool = weights, None
+            self._drop_passes()
+            self._weights = weights
+
+    def _drop_passes(self) -> None:
+        """Drop all graphs, and their memory pool: PyTorch refuses to capture into one whose graphs are all gone."""
+        self._passes.clear()
+        self._pool = None
 
     def takes(self, plan: Pass) -> bool:
         """Whether ``plan`` is run here: all rows get tokens, after short parts of prompts at most."""
@@ -252,7 +257,7 @@ class DecodeSteps:
             if not self._shape.has_kernels:
                 if cache.device.type == "cuda":
                     torch.cuda.synchronize()  # the last burst may still run
-                self._passes.clear()
+                self._drop_passes()
                 # The engine alone decides how long there is one.
                 self._cache = weakref.proxy(cache)
             self._addresses.copy_(cache.addresses)
