@@ -33,9 +33,9 @@ setup(
         # 0.16.1 is the newest for Python 3.11; 0.17 and later need Python 3.12.
         "megatron-core>=0.16.1,<0.20",
         # Megatron-Core 0.19 imports triton, on a CPU too, and PyTorch's CPU builds do not bring it.
-        "triton; python_version >= '3.12' and platform_system == 'Linux'",
+        "triton>=3.4; python_version >= '3.12' and platform_system == 'Linux'",
         "numpy",
-        "torch>=2.7",
+        "torch>=2.8",
         # megatron.core.dist_checkpointing imports psutil without declaring it.
         "psutil",
         "pyarrow",
@@ -48,9 +48,9 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "gpu": ["triton"],
+        "gpu": ["triton>=3.4"],
         # The kernels of gated delta net (--gated-delta-rule-impl).
-        "hybrid": ["triton", "fla-core>=0.6.0", "einops"],
+        "hybrid": ["triton>=3.4", "fla-core>=0.6.0", "einops"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
         # The client of rollout servers, reward servers and teachers, and the servers of agents and teachers.

@@ -13,18 +13,8 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
-
-
-@triton.jit
-def _nothing():
-    pass
-
-
-# Triton before 3.4 has no such launches.
-gdc_launch_dependents = getattr(cuda, "gdc_launch_dependents", _nothing)
-gdc_wait = getattr(cuda, "gdc_wait", _nothing)
 
 
 @triton.jit
@@ -39,7 +29,7 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 def overlap_settings(wanted: bool = True) -> dict[str, bool]:
     """Constants for the launcher of a kernel with the parameter ``OVERLAP``: whether it is ``wanted`` and possible."""
     # In Triton's interpreter nothing is compiled.
-    is_compiled = isinstance(wait_for_previous, JITFunction) and gdc_wait is not _nothing
+    is_compiled = isinstance(wait_for_previous, JITFunction)
     is_nvidia = torch.cuda.is_available() and torch.version.hip is None
     if wanted and is_compiled and is_nvidia and torch.cuda.get_device_capability() >= (9, 0):
         return {"OVERLAP": True, "launch_pdl": True}

@@ -16,7 +16,7 @@ An engine is not thread-safe. Under a mesh all ranks of a replica make the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -174,15 +174,25 @@ ENGINE_COUNTS = ("decoded_tokens", "prefilled_tokens", "reused_tokens", "request
 """The names that ``statistics`` of every engine has."""
 
 
-def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    """Submit requests and wait for them; returns the results in their order. Nothing else may be running."""
+def generate(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    take: Callable[[GenerationResult], None] | None = None,
+) -> list[GenerationResult]:
+    """Submit requests and wait for them; returns the results in their order. Nothing else may be running.
+
+    ``take`` is called with each result soon after it arrives, while a device may run ahead.
+    """
     engine.submit(requests)
     finished: dict[int, GenerationResult] = {}
     while len(finished) < len(requests):
         results = engine.poll()
         if not results:
             raise RuntimeError(f"the engine gave {len(finished)} results for {len(requests)} requests")
-        finished.update((result.request_id, result) for result in results)
+        for result in results:
+            finished[result.request_id] = result
+            if take is not None:
+                take(result)
     return [finished[request.request_id] for request in requests]
 
 

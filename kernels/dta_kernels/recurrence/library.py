@@ -38,14 +38,14 @@ def is_supported(version: str) -> bool:
 
 def why_triton_is_wrong(capability: tuple[int, int]) -> str | None:
     """Why the kernels' gradients would be wrong on a GPU of this compute capability, and what helps; None if not."""
-    version = _triton_version()
-    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(version) < _RIGHT_TRITON:
+    triton = version("triton")
+    if capability[0] != 9 or not _WRONG_TRITON <= _numbers(triton) < _RIGHT_TRITON:
         return None
     has_tilelang = find_spec("tilelang")
     if has_tilelang and _has_compiler():
         return None
     missing = "a CUDA toolkit with nvcc for tilelang" if has_tilelang else "tilelang"
-    return f"Triton {version} compiles its backward wrongly for Hopper GPUs; install {missing}, or triton>=3.7.1"
+    return f"Triton {triton} compiles its backward wrongly for Hopper GPUs; install {missing}, or triton>=3.7.1"
 
 
 def _has_compiler() -> bool:
@@ -54,10 +54,6 @@ def _has_compiler() -> bool:
 
     has_nvcc = getattr(fla.utils, "has_usable_nvcc", None)
     return has_nvcc is None or has_nvcc()
-
-
-def _triton_version() -> str:
-    return version("triton")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

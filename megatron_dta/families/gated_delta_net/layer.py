@@ -14,27 +14,17 @@ Legend: n rows of this rank, N tokens, J value heads, V size of a value head.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
 from dta_kernels.tree_attention.reference import accumulation_dtype
-from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.hybrid.path_states import PathStates
 from megatron_dta.core.model.hybrid.recurrent_layer import RecurrentLayer, spec_of, use_recurrence
-
-
-def spec() -> ModuleSpec:
-    """The spec of the layer in place of self-attention."""
-    return spec_of(GatedDeltaNet)
-
-
-def use_kernels(chunk: torch.nn.Module, model: ModelConfig, device: torch.device) -> None:
-    """Let the layers of a model chunk run the gated delta rule and the gated norm on the chosen kernels."""
-    use_recurrence(chunk, model, device, "gated_delta_rule")
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -68,3 +58,7 @@ class GatedDeltaNet(RecurrentLayer):
         x = out.to(dtype)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.out_norm.eps)
         return (normed * weight.to(dtype) * F.silu(gate.to(dtype))).to(out.dtype)
+
+
+spec = partial(spec_of, GatedDeltaNet)
+use_kernels = partial(use_recurrence, name="gated_delta_rule")

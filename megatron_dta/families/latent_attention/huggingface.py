@@ -7,6 +7,7 @@ from typing import Any
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.families.latent_attention.sizes import Sizes
+from megatron_dta.families.sigmoid_router import sigmoid_router
 from megatron_dta.training.huggingface.config.config_output import rope_scaling
 from megatron_dta.training.huggingface.config.families import Family
 from megatron_dta.training.huggingface.config.values import HfValues
@@ -85,31 +86,10 @@ def _experts(values: HfValues) -> dict[str, object]:
             raise values.error(f"{values.as_written(key)} is not supported; supported is {supported}")
     if "moe_layer_freq" in values and values.integer("moe_layer_freq") != 1:
         raise values.error(f"{values.as_written('moe_layer_freq')} is not supported; supported is 1")
-    experts, chosen = values.integer("n_routed_experts"), values.integer("num_experts_per_tok")
-    if not values.flag("norm_topk_prob") or chosen == 1:
-        raise values.error(
-            "supported are several experts for each token (num_experts_per_tok), with norm_topk_prob true"
-        )
-    groups, of_token = (1 if values.get(key) is None else values.integer(key) for key in ("n_group", "topk_group"))
-    if groups > 1 and chosen != 2 * of_token:
-        # transformers ranks groups by the sum of their best two experts, Megatron by that of their share of a token's.
-        raise values.error(
-            f"topk_group {of_token} is not supported with num_experts_per_tok {chosen}, but {chosen / 2:g}"
-        )
-    factor, width = values.number("routed_scaling_factor"), values.integer("moe_intermediate_size")
-    return {
-        "num_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": width,
+    return sigmoid_router(values) | {
         "moe_layer_freq": str(layers).replace(" ", ""),
-        "moe_shared_expert_intermediate_size": values.integer("n_shared_experts") * width,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": None if factor == 1 else factor,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": of_token if groups > 1 else None,
-        "moe_router_enable_expert_bias": True,
-        # As the models were trained at last; a run may balance the load again.
-        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": values.integer("n_shared_experts")
+        * values.integer("moe_intermediate_size"),
     }
 
 

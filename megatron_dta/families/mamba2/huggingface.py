@@ -13,6 +13,7 @@ from typing import Any
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config.model import ModelConfig
 from megatron_dta.families.mamba2.sizes import Sizes
+from megatron_dta.families.sigmoid_router import sigmoid_router
 from megatron_dta.training.huggingface.config.families import Family
 from megatron_dta.training.huggingface.config.values import HfValues
 from megatron_dta.training.huggingface.mappings import OUTSIDE_LAYERS, Place, Rule, query_key_value
@@ -98,25 +99,8 @@ def _pattern(values: HfValues) -> str:
 
 
 def _experts(values: HfValues) -> dict[str, object]:
-    experts, chosen = values.integer("n_routed_experts"), values.integer("num_experts_per_tok")
-    groups, of_token = values.integer("n_group"), values.integer("topk_group")
-    if chosen == 1 or (groups > 1 and chosen != 2 * of_token):
-        # transformers ranks groups by the sum of their best two experts, Megatron by that of their share of a token's.
-        raise values.error(f"num_experts_per_tok {chosen} is not supported with topk_group {of_token}")
-    factor = values.number("routed_scaling_factor")
-    return {
-        "num_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": values.integer("moe_intermediate_size"),
-        "moe_shared_expert_intermediate_size": values.integer("moe_shared_expert_intermediate_size"),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": None if factor == 1 else factor,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": of_token if groups > 1 else None,
-        "moe_router_enable_expert_bias": True,
-        # As the models were trained at last; a run may balance the load again.
-        "moe_router_bias_update_rate": 0.0,
-    }
+    width = values.integer("moe_shared_expert_intermediate_size")
+    return sigmoid_router(values) | {"moe_shared_expert_intermediate_size": width}
 
 
 def config(model: ModelConfig) -> dict[str, Any]:

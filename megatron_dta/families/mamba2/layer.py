@@ -15,30 +15,19 @@ Legend: n rows of this rank, N tokens, J heads, P channels of a head.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from dta_kernels.recurrence.gated_delta_rule import state_space
 from dta_kernels.tree_attention.reference import accumulation_dtype
-from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.hybrid.path_states import PathStates
 from megatron_dta.core.model.hybrid.recurrent_layer import RecurrentLayer, spec_of, use_recurrence
 
 # Initial steps are drawn between these.
 FIRST_STEPS = (1e-3, 0.1)
-
-
-def spec() -> ModuleSpec:
-    """The spec of the layer in place of self-attention."""
-    return spec_of(Mamba2)
-
-
-def use_kernels(chunk: torch.nn.Module, model: ModelConfig, device: torch.device) -> None:
-    """Let the layers of a model chunk run the recurrence on the chosen kernels."""
-    use_recurrence(chunk, model, device, "state_space")
 
 
 class Mamba2(RecurrentLayer):
@@ -94,3 +83,7 @@ class _GroupNorm(torch.autograd.Function):
         with torch.enable_grad():
             normed = _normed(*inputs, *ctx.settings)
         return *torch.autograd.grad(normed, inputs, grad), None, None
+
+
+spec = partial(spec_of, Mamba2)
+use_kernels = partial(use_recurrence, name="state_space")

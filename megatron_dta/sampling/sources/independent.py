@@ -25,6 +25,7 @@ from megatron_dta.sampling.interface import GenerationRequest, GenerationResult,
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
+from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, SampledSource
 from megatron_dta.sampling.task import SamplingTask
@@ -216,13 +217,18 @@ def _sample_and_score(
         )
         for sequence in share.tolist()
     ]
+    responses: dict[int, Response] = {}
+
+    def read(result: GenerationResult) -> None:
+        sequence = result.request_id
+        responses[sequence] = task.response(prompts[sequence_prompt[sequence]], result.token_ids)
+
     with phase(engine, params, iteration):
-        results = generate(engine, requests)
+        results = generate(engine, requests, read if mesh.is_first_of_replica else None)
     scored: list[tuple[GenerationResult, float | None]] = []
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     if mesh.is_first_of_replica:
-        pairs = zip(sequence_prompt[share], results, strict=True)
-        rewards = task.scorer.score([task.response(prompts[index], result.token_ids) for index, result in pairs])
+        rewards = task.scorer.score([responses[result.request_id] for result in results])
         scored = list(zip(results, rewards, strict=True))
     scored = [pair for part in mesh.gather_from_replicas(scored) for pair in part]
     return [(prompts[index], *pair) for index, pair in zip(sequence_prompt, scored, strict=True)]

@@ -132,10 +132,10 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     ):
         monkeypatch.setattr(library, "installed_version", lambda version=version: version)
         monkeypatch.setattr(library, "find_spec", lambda name, spec=spec: spec)
-        monkeypatch.setattr(library, "_triton_version", lambda triton=triton: triton)
+        monkeypatch.setattr(library, "version", lambda name, triton=triton: triton)
         with pytest.raises(InputError, match=message):
             choose("auto", torch.bfloat16, cuda)
-    monkeypatch.setattr(library, "_triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(library, "version", lambda name: "3.7.1")
     assert choose("auto", torch.bfloat16, cuda) is library.gated_delta_rule
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
     with pytest.raises(InputError, match="recurrence_impl fla needs a CUDA GPU and --bf16; use auto"):

@@ -52,7 +52,7 @@ def test_settings_become_a_config_that_says_the_same(settings):
         (dict(time_step_limit=[0.0, 0.1]), "supported is [0, Infinity]"),
         (dict(moe_latent_size=64), "moe_latent_size 64 is not supported"),
         (dict(use_bias=True), "use_bias true is not supported"),
-        (dict(n_group=4, topk_group=2), "num_experts_per_tok 6 is not supported with topk_group 2"),
+        (dict(n_group=4, topk_group=2), "topk_group 2 is not supported with num_experts_per_tok 6, but 3"),
         (dict(tie_word_embeddings=True), "tie_word_embeddings true is not supported"),
     ],
 )
