@@ -169,7 +169,7 @@ def plan_forest(
     tree = build_forest(sequences, tree_mode, paths)
     if pipeline is None or pipeline.num_stages == 1:
         return plan_segments(tree, budget.segment_tokens, budget.memory_tokens)
-    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, tokens_of_floor
+    from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments
 
     return plan_pipeline_segments(
         tree,
@@ -177,7 +177,7 @@ def plan_forest(
         budget.memory_tokens,
         pipeline.num_stages,
         pipeline.max_in_flight_tokens,
-        tokens_of_floor(pipeline.cost_model),
+        pipeline.cost_model.tokens_of_floor,
     )
 
 

@@ -16,7 +16,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.partition.divide import Partition, partition_costs
 from megatron_dta.core.planning.partition.sequence_costs import SequenceCosts
-from megatron_dta.core.planning.pipeline.segments import pipeline_segment_tokens, tokens_of_floor
+from megatron_dta.core.planning.pipeline.segments import pipeline_segment_tokens
 from megatron_dta.core.planning.segments.plan import SegmentPlan, default_in_flight
 from megatron_dta.core.planning.step.passes import PipelineShape, StepBudget
 from megatron_dta.core.tree import PrefixTree, build_forest_without_sharing, build_prefix_tree
@@ -128,7 +128,7 @@ class StepWork:
             int(counts[slowest])
             for counts in (partition.tokens_per_rank, partition.pairs_per_rank, partition.edges_per_rank)
         )
-        limit, floor = self._memory_tokens(budget), tokens_of_floor(pipeline.cost_model)
+        limit, floor = self._memory_tokens(budget), pipeline.cost_model.tokens_of_floor
         size = pipeline_segment_tokens(tokens, budget.segment_tokens, limit, pipeline.num_stages, floor)
         in_flight = min(tokens, limit)
         segments = max(1, -(-tokens // size))

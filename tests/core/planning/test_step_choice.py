@@ -208,8 +208,7 @@ def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
 
 
 def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
-    rng = seed_all(3)
-    samples = random_samples(rng, 30, 50)
+    samples = random_samples(seed_all(3), 30, 50)
     free = plan_step(samples, "dta", pipeline=shape_of(None))
     assert free.segments.segment_tokens == 64
     assert free.training.kept.all()
@@ -217,8 +216,9 @@ def test_without_a_limit_in_bytes_the_fastest_size_is_taken() -> None:
     assert told.segments.segment_tokens == 8
     assert predicted_seconds(free, shape_of(None)) < predicted_seconds(told, shape_of(None))
     # Context ranks divide segments that are longer by their number.
-    divided = plan_step(samples, "dta", pipeline=shape_of(None, context_size=3))
-    assert divided.segments.segment_tokens == 3 * 64
+    assert plan_step(samples, "dta", pipeline=shape_of(None, context_size=3)).segments.segment_tokens == 3 * 64
+    launching = replace(shape_of(None), cost_model=replace(COSTS, floor_seconds=1e4))
+    assert plan_step(samples, "dta", pipeline=launching).segments.num_segments == 1
     # Nothing is known of costs: the usual size.
     usual = plan_step(samples, "dta", pipeline=replace(shape_of(None), is_measured=False))
     assert usual.segments.segment_tokens == 2048

@@ -20,6 +20,7 @@ GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,11 @@ class CostModel:
         """
         per_token = max(self.seconds_per_token, self.floor_seconds / self.segment_tokens)
         return per_token * tokens + self.seconds_per_pair * pairs + self.seconds_per_edge * edges
+
+    @property
+    def tokens_of_floor(self) -> int:
+        """Tokens from which a segment takes longer than its launches, without attention."""
+        return math.ceil(self.floor_seconds / self.seconds_per_token)
 
     def linear_seconds(self, tokens: np.ndarray, pairs: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of forward and backward without the floor, float64 of the counts' shape."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_dta.core.planning.costs.model import segment_counts
 from megatron_dta.core.planning.costs.state_bytes import StepStates
-from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded, tokens_of_floor
+from megatron_dta.core.planning.pipeline.segments import plan_pipeline_segments, rounded
 from megatron_dta.core.planning.segments.plan import SegmentPlan, default_memory_tokens
 from megatron_dta.core.planning.segments.recompute import choose_kept_segments
 from megatron_dta.core.planning.segments.runs import SegmentRuns
@@ -53,7 +53,7 @@ def choose_pipeline_step(
 ) -> StepChoice:
     """The fastest plan over ``tree`` on several stages; arguments and errors as in ``choose_step``."""
     stages, longest = shape.num_stages, int(tree.sequence_lengths.max(initial=0))
-    at_floor = tokens_of_floor(shape.cost_model)
+    at_floor = shape.cost_model.tokens_of_floor
 
     def cut(size: int, budget: int, floor: int) -> _Candidate:
         segments = plan_pipeline_segments(tree, size, budget, stages, shape.max_in_flight_tokens, floor)

@@ -17,10 +17,7 @@ stages wait nevertheless, ``planning.pipeline.choice`` compares the rule's size 
 
 from __future__ import annotations
 
-import math
-
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.planning.costs.model import CostModel
 from megatron_dta.core.planning.pipeline.planner import DEFAULT_FACTOR
 from megatron_dta.core.planning.segments.plan import SegmentPlan, default_memory_tokens, plan_segments
 from megatron_dta.core.tree import PrefixTree
@@ -29,11 +26,6 @@ SHARE_OF_BUDGET = 2.5
 GRANULE = 64  # Larger sizes are multiples of this, a block of the attention kernels.
 SEGMENTS_PER_STAGE = 4
 ENOUGH_TOKENS = 256
-
-
-def tokens_of_floor(model: CostModel) -> int:
-    """Tokens from which a segment takes longer than its launches, without attention."""
-    return math.ceil(model.floor_seconds / model.seconds_per_token)
 
 
 def pipeline_segment_tokens(
@@ -45,7 +37,7 @@ def pipeline_segment_tokens(
         num_tokens: tokens of the forest.
         segment_tokens: maximum tokens of a segment on a single stage (``--tree-segment-tokens``); an upper limit.
         memory_tokens: limit on in-flight tokens with which the segments are planned.
-        floor_tokens: tokens of a segment that takes as long as its launches (``tokens_of_floor``).
+        floor_tokens: tokens of a segment that takes as long as its launches (``CostModel.tokens_of_floor``).
     """
     if num_stages == 1:
         return segment_tokens

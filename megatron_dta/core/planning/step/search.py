@@ -45,6 +45,8 @@ from megatron_dta.core.tree import PrefixTree
 # Segment sizes to try if none is given, and the size to use if costs were not measured.
 SIZES = (8192, 6656, 5376, 4352, 3584, 2816, 2048, 1536, 1024, 768, 512, 256)
 DEFAULT_SEGMENT_TOKENS = 2048
+# Tried first where a segment of half the size takes less time than its launches: small models, slow hosts.
+LARGE_SIZES = (32768, 24576, 16384, 12288)
 # Without a limit in bytes, larger segments get the default budget of segments of this size.
 UNLIMITED_SEGMENT_TOKENS = 2048
 # The first phase ends after this many sizes that are slower than the best.
@@ -83,7 +85,8 @@ def choose_step(
         InputError: no plan fits into the memory (the message says how many bytes are missing), or an argument that
             ``plan_segments`` refuses.
     """
-    sizes = [budget.segment_tokens] if budget.segment_tokens else list(useful_sizes(SIZES, tree, shape))
+    large = tuple(size for size in LARGE_SIZES if size <= 2 * shape.cost_model.tokens_of_floor)
+    sizes = [budget.segment_tokens] if budget.segment_tokens else list(useful_sizes(large + SIZES, tree, shape))
     return StepSearch(tree, loss_masks, shape, budget).choose(sizes)
 
 
