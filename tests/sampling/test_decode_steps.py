@@ -127,29 +127,30 @@ def test_a_burst_is_launched_before_the_tokens_of_the_last_one_are_read(burst: i
 @interpreter
 @pytest.mark.parametrize("max_requests", [2, 16])
 def test_rows_that_end_while_the_next_burst_runs(max_requests: int, monkeypatch: pytest.MonkeyPatch):
-    """Waiting requests take their rows and pages after it; nothing runs when all have ended."""
+    """Waiting requests take their rows and pages; nothing runs when all have ended."""
     seed_all(7)
     model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
-    prompts = random_prompts(np.random.default_rng(5), [3, 7, 6, 4])
-    requests = [GenerationRequest(i, prompt, 20, 11 * i, hold=i % 2 == 0) for i, prompt in enumerate(prompts)]
+    prompts = random_prompts(np.random.default_rng(5), [3, 7])
+    requests = [
+        GenerationRequest(i, prompts[i > 3], 20 - 5 * (i % 2), 11 * i, hold=i % 2 == 0) for i in (0, 1, 2, 3, 4, 5)
+    ]
     expected = generate(started_plain(model), requests)
-    assert any(len(result.token_ids) < 20 for result in expected)
+    assert any(len(result.token_ids) < 15 for result in expected)
     engine = started(model, **STATIC, block_size=3, burst=4, max_requests=max_requests)
-    launch, ahead = engine._steps.launch, []
+    launch, ahead = engine._steps.launch, set()
 
     def recorded(cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
         if burst.follows is not None:
-            ahead.append(engine._scheduler.waiting and len(engine._scheduler.running) < max_requests)
+            ahead.add((len(burst.follows[1]) > 0, len(burst.token_ids) > 0))
         return launch(cache, burst, params)
 
     monkeypatch.setattr(engine._steps, "launch", recorded)
     for want, got in zip(expected, generate(engine, requests), strict=True):
         assert want.token_ids.tolist() == got.token_ids.tolist()
         assert np.abs(want.logprobs - got.logprobs).max() <= 2e-5
-    assert ahead
-    assert not any(ahead)
+    assert ahead >= ({(True, False)} if max_requests == 16 else {(True, False), (True, True)})
     assert engine._flight is None
-    engine.release([0, 2])
+    engine.release([0, 2, 4])
     assert engine.pages_in_use == 0
 
 

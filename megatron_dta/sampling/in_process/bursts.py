@@ -4,12 +4,13 @@ Between two bursts the host appends tokens, frees and reserves pages and packs t
 device would wait. Everything but the first tokens of the next burst is known before, and these are on the device
 already: the next burst is therefore launched before the host reads the tokens of the last one.
 
-The rows of a burst that is launched ahead are those whose length does not end before it. Another row may turn out to
-have ended with an end of sequence; what it draws afterwards is dropped, and what it writes is past its end, in
+The rows of a burst that is launched ahead are those whose length does not end before it, and waiting requests of which
+one token is to be computed, such as children of a node: they take the seats of those that end. Another row may turn out
+to have ended with an end of sequence; what it draws afterwards is dropped, and what it writes is past its end, in
 pages that no later pass reads there before it has written them itself. Nothing is launched ahead in five
-cases: the next pass could take other rows; a page is missing; there are drafts, which depend on the tokens; the model
-has states, which a row must not continue beyond its end; or a burst is one pass, and its caller relies on passes one at
-a time.
+cases: a waiting request with more to compute comes next; a page is missing; there are drafts, which depend on the
+tokens; the model has states, which a row must not continue beyond its end; or a burst is one pass, and its caller
+relies on passes one at a time.
 
 The decisions depend only on the scheduler, so all ranks of a tensor group make the same ones.
 """
@@ -73,14 +74,14 @@ class Launcher:
         steps: runs them.
         scheduler: reserves their pages.
         states: the states of the rows.
-        cache: returns the cache, grown to all pages of the pool.
+        cache: returns the cache, grown to all pages of the pool, after the page copies of a pass.
         params, iteration: see ``RolloutEngine.start``.
     """
 
     steps: DecodeSteps
     scheduler: Scheduler
     states: RowStates
-    cache: Callable[[], PagedCache]
+    cache: Callable[[Pass], PagedCache]
     params: SamplingParams
     iteration: int
 
@@ -99,7 +100,7 @@ class Launcher:
         noise[:, np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(drawn.shape[1])] = drawn
         states = self.states.for_burst(rows, starts, steps)
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
-        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(), burst, self.params))
+        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))
 
     def ahead(self, last: Flight, most: int) -> Flight | None:
         """The burst after ``last``, whose tokens the host does not know; None if it must know them."""
@@ -109,17 +110,23 @@ class Launcher:
         tokens_left = np.array([len(row.tokens) - row.num_tokens for row in last.rows])
         live = np.array([row.is_running for row in last.rows])
         goes_on = live & (tokens_left > passes)
-        is_full = scheduler.is_full and (goes_on | ~live).all()
-        takes_all = live.sum() == len(scheduler.running) and (is_full or not scheduler.waiting)
-        if not goes_on.any() or not takes_all or (last.steps[goes_on] < passes).any():
+        if live.sum() < len(scheduler.running) or (last.steps[goes_on] < passes).any():
             return None
         columns = np.flatnonzero(goes_on)
         rows = [last.rows[i] for i in columns]
         steps = scheduler.max_burst_steps(rows, most, passes)
         if (steps < np.minimum(most, tokens_left[columns] - passes)).any():
             return None
-        starts = np.array([row.num_computed_tokens for row in rows]) + passes
-        noise = noise_of(rows, [NO_DRAFT] * len(rows), self.params, self.iteration, passes + int(steps.max()))
+        plan = scheduler.admit_ahead(int((live & ~goes_on).sum()), self.steps.most_tokens - len(rows))
+        if plan is None or not (rows or plan.rows):
+            return None
+        steps = np.concatenate([steps, scheduler.max_burst_steps(plan.rows, most)])
+        is_known = np.arange(len(steps)) >= len(rows)
+        rows += plan.rows
+        begins = np.where(is_known, 0, passes)
+        starts = np.array([row.num_computed_tokens for row in rows]) + begins
+        noise = noise_of(rows, [NO_DRAFT] * len(rows), self.params, self.iteration, int(steps.max()), begins)
+        tokens = np.array([row.tokens[row.num_computed_tokens] for row in plan.rows], np.int64)
         tables, counts = [row.table for row in rows], np.ones(len(rows), np.int64)
-        burst = Burst(columns, starts, counts, tables, steps, noise[passes:], follows=last.running)
-        return Flight(rows, counts, steps, len(noise) - passes, self.steps.launch(self.cache(), burst, self.params))
+        burst = Burst(tokens, starts, counts, tables, steps, noise, follows=(last.running, columns))
+        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))

@@ -98,13 +98,14 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
 
 
 def noise_of(
-    rows: Sequence[Request], drafts: Sequence[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1
-) -> np.ndarray:
-    """Uniform numbers for each row's next position and those after its drafted tokens, row by row, for ``steps``
-    consecutive passes: float64 [steps, n]."""
+    rows: Sequence[Request], drafts: Sequence[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1,
+    ahead: np.ndarray | int = 0,
+) -> np.ndarray:  # fmt: skip
+    """Uniform numbers for each row's next position, or the one ``ahead`` of it, and those after its drafted tokens, row
+    by row, for ``steps`` consecutive passes: float64 [steps, n]."""
     widths = np.array([len(draft) + 1 for draft in drafts])
     keys = np.repeat(np.array([sequence.generation.key for sequence in rows], dtype=np.int64), widths)
-    num_tokens = np.array([sequence.num_tokens for sequence in rows], dtype=np.int64)
+    num_tokens = np.array([sequence.num_tokens for sequence in rows], dtype=np.int64) + ahead
     positions = np.repeat(num_tokens - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
     positions = positions + np.arange(steps)[:, None]
     return keyed_uniform(params.seed, params.domain, iteration, keys, positions)
@@ -115,15 +116,15 @@ class Burst:
     """One or several passes of the same rows.
 
     Attributes:
-        token_ids: int64 [n], the inputs of the first pass, row by row; if the burst ``follows`` another one, the rows
-            of that one whose last tokens are the inputs.
+        token_ids: int64 [n], the inputs of the first pass, row by row, but those of the rows that ``follows`` names.
         starts: int64 [rows], computed positions of each row.
         counts: int64 [rows], tokens of each row in a pass; 1 if there are several passes.
         tables: page tables with room for all passes.
         steps: int64 [rows], the number of passes, from the first one on, in which each row takes part.
         noise: float64 [passes, n], in [0, 1).
         states: the states that the rows continue, and each row's slot, int64 [rows]; None for a model without states.
-        follows: the burst before this one, if the host does not know its tokens.
+        follows: the burst before this one, if the host does not know its tokens, and which of its rows are the first
+            rows of this one, int64.
     """
 
     token_ids: np.ndarray
@@ -133,7 +134,7 @@ class Burst:
     steps: np.ndarray
     noise: np.ndarray
     states: tuple[DecodeStates, np.ndarray] | None = None
-    follows: RunningBurst | None = None
+    follows: tuple[RunningBurst, np.ndarray] | None = None
 
 
 class RunningBurst:
@@ -238,9 +239,11 @@ class DecodeSteps:
         captured = self._captured(burst, params)
         static = captured.static
         words, tables = self._inputs(burst, static)
-        tokens, words_on_device, tables = upload([burst.token_ids, words, tables], self._tables.device)
-        if burst.follows is not None:
-            tokens = burst.follows.drawn[-1, 0].index_select(0, tokens)
+        last, columns = burst.follows or (None, np.zeros(0, np.int64))
+        arrays = [columns, burst.token_ids, words, tables]
+        columns, tokens, words_on_device, tables = upload(arrays, self._tables.device)
+        if last is not None:
+            tokens = torch.cat([last.drawn[-1, 0].index_select(0, columns).long(), tokens])
         static.input_ids[0, :n].copy_(tokens)
         self._tables[: len(tables)].copy_(tables)
         drawn = static.noise.new_empty(num_steps, 2, static.num_tokens)
@@ -279,7 +282,7 @@ class DecodeSteps:
 
     def _captured(self, burst: Burst, params: SamplingParams, chunk: int = 0) -> CapturedPass:
         """The pass of the rank's model chunk ``chunk`` for ``burst``."""
-        num_tokens, run = bucket(len(burst.token_ids)), self._run_of(burst)
+        num_tokens, run = bucket(burst.noise.shape[1]), self._run_of(burst)
         if run > 1 and num_tokens < 256:  # reading the weights is what takes time, and every size is a capture
             num_tokens = max(64, 1 << (num_tokens - 1).bit_length())
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.

@@ -271,7 +271,7 @@ class InProcessEngine(RolloutEngine):
         is_drafted = any(map(len, drafts)) or max(plan.counts) > 1
         is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
         most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
-        flight = self._launcher(plan).first(plan, drafts, 1 if is_drafted else most)
+        flight = self._launcher().first(plan, drafts, 1 if is_drafted else most)
         if not is_drafted:
             return self._land(flight)
         self._count_static(1)
@@ -284,18 +284,15 @@ class InProcessEngine(RolloutEngine):
         """Launch the next burst if possible, and wait for ``flight``. Returns its live rows and their tokens."""
         self._flight = None
         if self._settings.burst > 1 and not self.drafting.asks_next:
-            self._flight = self._launcher(Pass()).ahead(flight, self._settings.burst)
+            self._flight = self._launcher().ahead(flight, self._settings.burst)
         self._count_static(flight.num_passes)
         live = flight.live()
         rows, sampled = [flight.rows[i] for i in live], flight.sampled(live)
         self._scheduler.complete(Pass(rows, [1] * len(rows)))
         return rows, sampled
 
-    def _launcher(self, plan: Pass) -> Launcher:
-        """Launches bursts after the page copies of ``plan``."""
-        return Launcher(
-            self._steps, self._scheduler, self._states, lambda: self._cache_for(plan), self._params, self._iteration
-        )
+    def _launcher(self) -> Launcher:
+        return Launcher(self._steps, self._scheduler, self._states, self._cache_for, self._params, self._iteration)
 
     def _count_static(self, passes: int) -> None:
         for name in ("forwards", "static_forwards"):

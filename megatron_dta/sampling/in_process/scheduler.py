@@ -116,24 +116,37 @@ class Scheduler:
         for request in self.running:
             if budget and request.num_tokens - request.num_computed_tokens > 1:
                 budget -= self._run_chunk(plan, request, budget)
-        index, spare = 0, self._spare_pages()
         # Admit nothing after a preemption: the freed pages are for running requests.
-        while self.counts["preemptions"] == preemptions and budget and index < len(self.waiting):
-            request = self.waiting[index]
-            if not self._takes_another(request, spare):
-                break
-            prefix = self._find_prefix(request)
-            if prefix.is_pending:
-                index += 1
-            elif self._admit(request, prefix, plan):
-                del self.waiting[index]
-                spare -= len(request.table)
-                budget -= self._run_chunk(plan, request, budget)
-            else:
-                break
+        if self.counts["preemptions"] == preemptions:
+            self._admit_waiting(plan, budget)
         if not plan.rows and not self.is_idle and self.counts["preemptions"] == preemptions:
             raise AssertionError("no request can run: the page pool is smaller than one request needs")
         return plan if plan.rows or self.is_idle else self.next_pass()
+
+    def admit_ahead(self, leaving: int, budget: int) -> Pass | None:
+        """Admit up to ``budget`` waiting requests that need one token computed, while passes run after which
+        ``leaving`` running requests end. None if instead the next request in the queue could run and needs more."""
+        plan = Pass()
+        self._admit_waiting(plan, budget, leaving, 1)
+        is_free = bool(self.waiting) and self._takes_another(self.waiting[0], self._spare_pages(), leaving)
+        return None if is_free and not plan.rows else plan
+
+    def _admit_waiting(self, plan: Pass, budget: int, leaving: int = 0, most: int | None = None) -> None:
+        """Add waiting requests to a pass of up to ``budget`` more tokens; none that needs more than ``most`` tokens,
+        and none behind it."""
+        kept, spare = [], self._spare_pages()
+        for i, request in enumerate(self.waiting):
+            prefix = self._find_prefix(request) if budget and self._takes_another(request, spare, leaving) else None
+            if prefix is not None and prefix.is_pending:
+                kept.append(request)
+                continue
+            is_short = prefix is not None and (most is None or request.num_tokens - prefix.length <= most)
+            if not is_short or not self._admit(request, prefix, plan):
+                kept += self.waiting[i:]
+                break
+            spare -= len(request.table)
+            budget -= self._run_chunk(plan, request, budget)
+        self.waiting = kept
 
     def _spare_pages(self) -> float:
         """Pages that no running request can need."""
@@ -142,8 +155,8 @@ class Scheduler:
         missing = sum(len(row.table) - row.num_pages for row in self.running)
         return self.pool.max_pages - self.pool.pages_in_use - missing
 
-    def _takes_another(self, request: Request, spare: float) -> bool:
-        count = len(self.running)
+    def _takes_another(self, request: Request, spare: float, leaving: int = 0) -> bool:
+        count = len(self.running) - leaving
         return count < self._sure_requests or (count < self.max_requests and len(request.table) <= spare)
 
     @property
