@@ -217,8 +217,7 @@ class InProcessEngine(RolloutEngine):
         began = time.perf_counter()
         if self._flight is not None:
             self.drafting.wants(len(self._flight.live()))  # a round without drafts, whatever the answer
-            rows, sampled = self._land(self._flight)
-            return self._take(rows, sampled, None, began, len(rows))
+            return self._land(self._flight, began)
         plan = self._scheduler.next_pass()
         is_static = self._steps is not None and self._steps.takes(plan)
         most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
@@ -228,10 +227,12 @@ class InProcessEngine(RolloutEngine):
         num_tokens = sum(plan.counts) + num_drafted
         one_a_row = self._states.is_used or not self._shape.has_kernels
         is_static = is_static and not (num_tokens > len(plan.rows) and one_a_row)
+        if is_static and num_tokens == len(plan.rows):
+            is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
+            burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
+            return self._land(self._launcher().first(plan, drafts, burst), began)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
-        if not rows:
-            return []
-        return self._take(rows, sampled, ready_drafts, began, num_tokens)
+        return self._take(rows, sampled, ready_drafts, began, num_tokens, 1) if rows else []
 
     def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
         """Run one pass. Returns the rows that get tokens, and what was drawn after the last and each drafted token."""
@@ -266,30 +267,22 @@ class InProcessEngine(RolloutEngine):
         return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Like ``_run_eager`` if all rows get tokens: one pass with drafts or parts of prompts, or a burst with all
-        tokens of its rows."""
-        is_drafted = any(map(len, drafts)) or max(plan.counts) > 1
-        is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
-        most = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
-        flight = self._launcher().first(plan, drafts, 1 if is_drafted else most)
-        if not is_drafted:
-            return self._land(flight)
+        """Like ``_run_eager`` if all rows get tokens, for a pass with drafts or parts of prompts."""
+        flight = self._launcher().first(plan, drafts, 1)
         self._count_static(1)
         tokens, logprobs = flight.running.read()
         self._scheduler.complete(plan)
         drawn = zip(by_row(tokens[0], logprobs[0], flight.counts), drafts, strict=True)
         return plan.rows, [(row[-len(draft) - 1 :], values[-len(draft) - 1 :]) for (row, values), draft in drawn]
 
-    def _land(self, flight: Flight) -> tuple[list[Request], list[Sampled]]:
-        """Launch the next burst if possible, and wait for ``flight``. Returns its live rows and their tokens."""
+    def _land(self, flight: Flight, began: float) -> list[Request]:
+        """Launch the next burst if possible, and take the tokens of ``flight``. Returns the requests that ended."""
         self._flight = None
         if self._settings.burst > 1 and not self.drafting.asks_next:
             self._flight = self._launcher().ahead(flight, self._settings.burst)
         self._count_static(flight.num_passes)
         live = flight.live()
-        rows, sampled = [flight.rows[i] for i in live], flight.sampled(live)
-        self._scheduler.complete(Pass(rows, [1] * len(rows)))
-        return rows, sampled
+        return self._take([flight.rows[i] for i in live], flight.sampled(live), None, began, len(live), 0)
 
     def _launcher(self) -> Launcher:
         return Launcher(self._steps, self._scheduler, self._states, self._cache_for, self._params, self._iteration)
@@ -306,22 +299,24 @@ class InProcessEngine(RolloutEngine):
         drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
+        computed: int,
     ) -> list[Request]:
         """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
-        one, after passes of ``num_tokens`` tokens that began at ``began``. Returns the requests that ended."""
+        one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
+        row. Returns the requests that ended."""
         finished, appended, drafted = [], [], None
         ahead = {} if self._flight is None else self._flight.steps_of()
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
+        ends = self._params.eos_ids
         for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
             num_tokens_before = sequence.num_tokens
-            draft, ends = None if drafts is None else drafts[i], self._params.eos_ids
-            is_end = self._endings.append(sequence, tokens, logprobs, draft, ends)
+            is_end = self._endings.append(sequence, tokens, logprobs, None if drafts is None else drafts[i], ends)
             appended.append(tokens[: sequence.num_tokens - num_tokens_before])
-            if len(tokens) > 1 or ahead:
+            if len(tokens) > computed or ahead:
                 kept = 0 if is_end else ahead.get(sequence, 0)
-                self._scheduler.commit_draft(sequence, len(appended[-1]) - 1, kept)
+                self._scheduler.commit_draft(sequence, len(appended[-1]) - computed, kept)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)

@@ -46,13 +46,15 @@ class Request:
     @property
     def missing(self) -> list[bytes]:
         """Digests of the prefixes that are not computed yet: those of full pages, and that of the context."""
-        full = self.digests()[self.num_computed_tokens // self.page_size :]
-        return full + [self.context_digest] * (self.num_computed_tokens < self.context_length)
+        return self._missing_from(self.num_computed_tokens // self.page_size)
 
     @property
     def expected(self) -> list[bytes]:
         """The ``missing`` digests of a waiting request but those of its parent, which is held until it starts."""
-        return self.missing[self.common_with_parent // self.page_size :]
+        return self._missing_from(max(self.num_computed_tokens, self.common_with_parent) // self.page_size)
+
+    def _missing_from(self, page: int) -> list[bytes]:
+        return self.digests()[page:] + [self.context_digest] * (self.num_computed_tokens < self.context_length)
 
     @property
     def response(self) -> np.ndarray:
@@ -84,5 +86,5 @@ class Request:
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Length of the longest common prefix."""
     length = min(len(first), len(second))
-    differing = np.flatnonzero(first[:length] != second[:length])
-    return int(differing[0]) if differing.size else length
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length

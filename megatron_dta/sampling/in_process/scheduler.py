@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -192,11 +192,13 @@ class Scheduler:
         return steps
 
     def commit_draft(self, request: Request, accepted: int, ahead: int = 0) -> None:
-        """Keep the first ``accepted`` tokens of a draft that was run, and the pages of ``ahead`` running steps."""
+        """Keep the first ``accepted`` tokens of a draft or burst that was run, and the pages of ``ahead`` running
+        steps."""
         self._record_computed(request, accepted)
         kept = -(-(request.num_computed_tokens + ahead) // request.page_size)
-        self.pool.give_back(request.table[kept : request.num_pages].tolist())
-        request.num_pages = min(kept, request.num_pages)
+        if kept < request.num_pages:
+            self.pool.give_back(request.table[kept : request.num_pages].tolist())
+            request.num_pages = kept
 
     def finish(self, request: Request) -> None:
         """Finish ``request``; it keeps its pages if it is held."""
@@ -217,7 +219,8 @@ class Scheduler:
         """Record K and V of the next ``count`` tokens and register full pages and the end of the context."""
         before, size = request.num_computed_tokens, request.page_size
         request.num_computed_tokens = end = before + count
-        computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
+        first, after = before // size, end // size
+        computed = list(zip(request.digests()[first:after], range(first, after), strict=True)) if after > first else []
         if before < request.context_length <= end:
             computed.append((request.context_digest, (request.context_length - 1) // size))
         for digest, index in computed:
@@ -293,7 +296,11 @@ class Scheduler:
                 self.release(parent)
 
     def _find_prefix(self, request: Request) -> Prefix:
-        size, limit = request.page_size, request.num_tokens - 1
+        size, limit, parent = request.page_size, request.num_tokens - 1, request.parent
+        length = 0 if parent is None or not parent.num_pages else parent.num_computed_tokens
+        length = min(length, limit, request.common_with_parent)
+        if 0 < length == limit:
+            return self._prefix_in(parent, length)
         pages: list[int] = []
         for digest in request.digests()[: limit // size]:
             page = self.pool.find(digest)
@@ -306,15 +313,17 @@ class Scheduler:
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
         if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > prefix.length:
             prefix.partial_page, prefix.length = last_page, of_context
-        parent = request.parent
-        if parent is not None and parent.num_pages:
-            length = min(request.common_with_parent, limit, parent.num_computed_tokens)
-            if length > prefix.length:
-                prefix.pages, prefix.length = parent.pages[: length // size], length
-                prefix.partial_page = int(parent.table[length // size]) if length % size else None
+        if length > prefix.length:
+            prefix = replace(self._prefix_in(parent, length), is_pending=prefix.is_pending)
         if request.context_digest in self._pending and of_context > prefix.length:
             prefix.is_pending = True
         return prefix
+
+    @staticmethod
+    def _prefix_in(parent: Request, length: int) -> Prefix:
+        """The first ``length`` tokens of ``parent``, which has computed them."""
+        full, rest = divmod(length, parent.page_size)
+        return Prefix(parent.table[:full].tolist(), int(parent.table[full]) if rest else None, length, False)
 
     def _make_room(self, count: int) -> bool:
         while not self.pool.has_room(count):

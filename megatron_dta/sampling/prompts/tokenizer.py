@@ -170,7 +170,7 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
+        return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)

@@ -41,11 +41,13 @@ _WITH_OUTCOME = (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT)
 
 @dataclass
 class _Round:
-    """The paths started by one decision; ``members`` is None until the decision is complete."""
+    """The paths started by one decision; ``members`` is None until the decision is complete. Each path alive has
+    ``certain`` children at least."""
 
     members: int | None = None
     finished_before: int = 0
     finished: int = 0
+    certain: int = 1
     alive: list[int] = field(default_factory=list)
 
 
@@ -89,7 +91,7 @@ class QueryPolicy:
             node_round.finished += 1
         else:
             node_round.alive.append(node)
-            self._top_up(node, 1, started)
+            self._top_up(node, node_round.certain, started)
         self._start_what_is_certain(started)
         while not self.complete and self._is_complete(self._rounds[self._current]):
             self._decide(started)
@@ -111,8 +113,10 @@ class QueryPolicy:
         if self._settings.allocation != "even" or not round_.alive or round_.members is None:
             return
         branches = certain_branches(self._settings, round_.finished_before, round_.members, round_.finished)
-        for node in round_.alive:
-            self._top_up(node, branches, started)
+        if branches > round_.certain:
+            round_.certain = branches
+            for node in round_.alive:
+                self._top_up(node, branches, started)
 
     def _decide(self, started: list[int]) -> None:
         """Finish the complete current round: give its living paths all their children, or fall back."""

@@ -1,8 +1,7 @@
 """Samples the trees of many queries on one engine: submits the nodes that policies start and returns their results.
 
-Each node is one request whose context is read from the tree (``SampledTree.tokens`` of the parent), so no second copy
-of a sequence can differ from it. The requests of all queries run together, and the children of a node are submitted in
-the same poll that returns the node.
+Each node is one request, whose context is built from the nodes above it. The requests of all queries run together, and
+the children of a node are submitted in the same poll that returns the node.
 
 The K/V of a node is held for its children until the node is known to be a leaf, or until its tree is complete: fallback
 may return to it. (Without fallback, until it has all children of its round and they have finished.) If memory is short
@@ -38,11 +37,22 @@ class TreeQuery:
 
 @dataclass
 class _Growing:
-    """The state of one query: its policy, the nodes whose K/V is held, and the environments after its turns."""
+    """The state of one query: its policy, the nodes whose K/V is held, the environments after its turns, and tokens of
+    nodes from the root on, with the number of those that were sampled."""
 
     policy: QueryPolicy
     held: set[int] = field(default_factory=set)
     environments: dict[int, Environment | None] = field(default_factory=dict)
+    contexts: dict[int, tuple[np.ndarray, int]] = field(default_factory=dict)
+
+    def context(self, node: int) -> tuple[np.ndarray, int]:
+        """See ``contexts``."""
+        if node not in self.contexts:
+            tree_node = self.policy.tree.nodes[node]
+            tokens, sampled = (np.zeros(0, np.int32), 0) if node == 0 else self.context(tree_node.parent)
+            tokens = np.concatenate([tokens, tree_node.token_ids])
+            self.contexts[node] = tokens, sampled + tree_node.num_sampled
+        return self.contexts[node]
 
 
 class TreeSampler:
@@ -76,7 +86,8 @@ class TreeSampler:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
                 self._take(results)
         assert all(growing.policy.complete for growing in self._growing)
-        return [growing.policy.tree.in_order() for growing in self._growing]
+        trees, self._growing = [growing.policy.tree.in_order() for growing in self._growing], []
+        return trees
 
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
         self._nodes, self._requests = {}, {}
@@ -95,14 +106,11 @@ class TreeSampler:
     def _submit(self, started: Sequence[tuple[int, int]]) -> None:
         """Submit the requests of new nodes."""
         requests = []
-        contexts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # of children: tokens, and how many were sampled
         for query, node in started:
             growing = self._growing[query]
             tree = growing.policy.tree
             above = tree.nodes[node].parent
-            if (query, above) not in contexts:
-                contexts[query, above] = tree.tokens(above), tree.sampled_length(above)
-            tokens, sampled_before = contexts[query, above]
+            tokens, sampled_before = growing.context(above)
             request_id = len(self._requests)
             self._requests[query, node] = request_id
             self._nodes[request_id] = (query, node)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -59,9 +58,9 @@ class TreeSource(PromptSource):
                 {name: value - before[name] for name, value in self._environments.counts.items()}
             )
         rollouts = [
-            replace(rollout, teacher=prompt.teacher)
+            rollout
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
-            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards)
+            for rollout in tree_rollouts(tree, f"{first + index}:{prompt.prompt_id}", rewards, prompt.teacher)
         ]
         if not rollouts:
             raise RolloutError("the environments of all rollouts of a batch have failed (--rollout-failure drop)")
