@@ -80,11 +80,6 @@ class TreeNode:
         return len(self.path)
 
     @property
-    def loss_mask(self) -> np.ndarray:
-        """bool [R]: the sampled tokens."""
-        return np.arange(len(self.token_ids)) < self.num_sampled
-
-    @property
     def logprob_sum(self) -> float:
         """Sum of the logprobs of the sampled tokens."""
         return float(np.sum(self.logprobs[: self.num_sampled], dtype=np.float64))
@@ -145,10 +140,6 @@ class SampledTree:
     def response_length(self, index: int) -> int:
         """Number of tokens after the prompt, including observed ones."""
         return self.nodes[index].length - self.nodes[0].length
-
-    def sampled_length(self, index: int) -> int:
-        """Number of sampled tokens after the prompt."""
-        return sum(self.nodes[node].num_sampled for node in self.lineage(index))
 
     def action(self, index: int) -> np.ndarray:
         """The sampled tokens of the turn that ends in a node, back to the end of the previous turn or the prompt."""

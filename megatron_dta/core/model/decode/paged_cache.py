@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dta_kernels.paged_attention.launch import copy_pages
+from dta_kernels.upload import upload
 
 
 class PagedCache:
@@ -72,16 +73,17 @@ class PagedCache:
         """Copy whole pages, all at once: the source of one copy may be the target of another."""
         if len(sources) == 0:
             return
-        pairs = torch.from_numpy(np.array([sources, targets], dtype=np.int64)).to(self.device, non_blocking=True)
+        # Not from pageable memory, for which the host may wait until the passes before have run.
+        sources_on_device, targets_on_device = upload([np.array(sources), np.array(targets)], self.device)
         # The kernel copies as much of values as of keys; pages of latents have no values.
         if self.device.type == "cuda" and self.keys and next(iter(self.values.values())).numel():
             # Two launches in total instead of two for K and V of each layer: these copies run between short passes.
             page = next(iter(self.keys.values()))[0]
-            copy_pages(pairs[0], pairs[1], self.addresses, page.numel(), page.dtype)
+            copy_pages(sources_on_device, targets_on_device, self.addresses, page.numel(), page.dtype)
             return
         for of_layers in (self.keys, self.values):
             for tensor in of_layers.values():
-                tensor[pairs[1]] = tensor[pairs[0]]
+                tensor[targets_on_device] = tensor[sources_on_device]
 
     def write(self, layer_number: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write ``key`` and ``value`` [n, G, D] to slots (page x S + offset, int64 [n]; -1 is in the spare page)."""
