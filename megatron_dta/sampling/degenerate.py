@@ -13,6 +13,8 @@ Stopping them changes the samples, as a length cap does, so it is off by default
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _LONGEST_BLOCK = 64
@@ -33,7 +35,7 @@ class DegenerateDetector:
         self._counts: dict[int, int] = {}
         self._length = 0
 
-    def feed(self, tokens: np.ndarray) -> int | None:
+    def feed(self, tokens: Sequence[int] | np.ndarray) -> int | None:
         """Add tokens. Returns how many it took for the sample to become degenerate, or None."""
         for i, token in enumerate(np.asarray(tokens).tolist()):
             if self._add(token):

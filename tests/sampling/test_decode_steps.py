@@ -131,9 +131,7 @@ def test_rows_that_end_while_the_next_burst_runs(max_requests: int, monkeypatch:
     seed_all(7)
     model = make_model(3, torch.float32, **GROUPED | dict(num_layers=1))
     prompts = random_prompts(np.random.default_rng(5), [3, 7])
-    requests = [
-        GenerationRequest(i, prompts[i > 3], 20 - 5 * (i % 2), 11 * i, hold=i % 2 == 0) for i in (0, 1, 2, 3, 4, 5)
-    ]
+    requests = [GenerationRequest(i, prompts[i > 3], 20 - 5 * (i % 2), 11 * i, hold=i % 2 == 0) for i in range(6)]
     expected = generate(started_plain(model), requests)
     assert any(len(result.token_ids) < 15 for result in expected)
     engine = started(model, **STATIC, block_size=3, burst=4, max_requests=max_requests)

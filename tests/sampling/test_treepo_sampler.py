@@ -207,7 +207,7 @@ def test_a_path_forks_the_moment_it_ends_its_segment(lockstep: bool):
             assert node.children[0] in following
             assert not known or sorted(following) == sorted(node.children)
     parents = {request.request_id: request.parent for request in engine.requests}
-    assert all(parents[r] is not None for r, node in node_of.items() if tree.nodes[node].depth > 1)
+    assert all(parents[r] is not None for r, node in node_of.items() if len(tree.nodes[node].path) > 1)
 
 
 def test_budgets():

@@ -61,10 +61,6 @@ class Flight:
         steps = self.steps.tolist()
         return [(tokens[: steps[i], i], logprobs[: steps[i], i]) for i in live]
 
-    def steps_of(self) -> dict[Request, int]:
-        """The steps by row."""
-        return dict(zip(self.rows, self.steps.tolist(), strict=True))
-
 
 @dataclass(frozen=True)
 class Launcher:

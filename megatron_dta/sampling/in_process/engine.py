@@ -31,11 +31,11 @@ from megatron_dta.core.model.decode.paged_context import paged_context
 from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
+from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
-from megatron_dta.sampling.in_process.endings import Endings
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.in_process.next_token import EvaluationMode, by_row, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
@@ -89,9 +89,8 @@ class InProcessEngine(RolloutEngine):
         self._iteration = self._policy_version = self._arrivals = self._undrafted = self._captures = self._most_live = 0
         self._running: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
-        self._endings = Endings(settings.stop_degenerate)
         self._cache: PagedCache | None = None
-        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._counts = dict.fromkeys((*_COUNTS, *["stopped_degenerate"] * settings.stop_degenerate), 0.0)
         self._scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -128,6 +127,7 @@ class InProcessEngine(RolloutEngine):
         self._arrivals += len(new)
         self._running.update(new)
         for sequence in new.values():
+            sequence.detector = DegenerateDetector() if self._settings.stop_degenerate else None
             self._scheduler.submit(sequence)
             self.drafting.submitted(sequence)
 
@@ -171,8 +171,6 @@ class InProcessEngine(RolloutEngine):
         ``static_forwards`` and ``captures`` (of graphs), ``peak_pages``, tokens of drafts, and ``stopped_degenerate``
         if they are stopped."""
         counts = self._counts | {name: float(count) for name, count in self._scheduler.counts.items()}
-        if self._settings.stop_degenerate:
-            counts["stopped_degenerate"] = float(self._endings.stopped)
         return counts | {"peak_pages": float(max(counts["peak_pages"], self._scheduler.pool.peak_pages))}
 
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
@@ -201,7 +199,7 @@ class InProcessEngine(RolloutEngine):
 
     def close(self) -> None:
         counts = self.statistics()
-        for requests in (self._running, self._held, self._endings):
+        for requests in (self._running, self._held):
             requests.clear()
         self._cache = self._flight = None
         self._states.clear()
@@ -305,14 +303,14 @@ class InProcessEngine(RolloutEngine):
         one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
         row. Returns the requests that ended."""
         finished, appended, drafted = [], [], None
-        ahead = {} if self._flight is None else self._flight.steps_of()
+        ahead = {} if self._flight is None else dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         ends = self._params.eos_ids
         for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
             num_tokens_before = sequence.num_tokens
-            is_end = self._endings.append(sequence, tokens, logprobs, None if drafts is None else drafts[i], ends)
+            is_end = sequence.append(tokens, logprobs, None if drafts is None else drafts[i], ends)
             appended.append(tokens[: sequence.num_tokens - num_tokens_before])
             if len(tokens) > computed or ahead:
                 kept = 0 if is_end else ahead.get(sequence, 0)
@@ -339,7 +337,9 @@ class InProcessEngine(RolloutEngine):
     def _finish(self, sequence: Request) -> GenerationResult:
         request, response = sequence.generation, sequence.response.copy()
         del self._running[request.request_id]
-        self._endings.forget(sequence)
+        sequence.detector, is_stop = None, int(response[-1]) in self._params.eos_ids
+        if not is_stop and sequence.num_tokens < len(sequence.tokens):
+            self._counts["stopped_degenerate"] += 1
         if request.hold:
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1
@@ -348,7 +348,7 @@ class InProcessEngine(RolloutEngine):
             request.request_id,
             response,
             sequence.logprobs[: len(response)].astype(dtype),
-            FinishReason.STOP if int(response[-1]) in self._params.eos_ids else FinishReason.LENGTH,
+            FinishReason.STOP if is_stop else FinishReason.LENGTH,
             self._policy_version,
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
+from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.in_process.pages import extend_digest
 from megatron_dta.sampling.interface import GenerationRequest
 
@@ -19,6 +22,7 @@ class Request:
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
         common_with_parent: length of the prefix that the context shares with the parent's tokens.
         waiting_children: requests not yet admitted that have this one as their parent.
+        detector: if degenerate requests are stopped, while this one runs.
         state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
     """
 
@@ -30,6 +34,7 @@ class Request:
         self.context_length = self.num_tokens = len(context)
         self.num_computed_tokens = self.num_pages = self.waiting_children = 0
         self.state_source: Request | None = None
+        self.detector: DegenerateDetector | None = None
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
         self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
         # A long context is mostly its parent's, so only the new part is hashed.
@@ -76,6 +81,23 @@ class Request:
         self.logprobs[done : done + len(tokens)] = logprobs
         self.tokens[self.num_tokens : end] = tokens
         self.num_tokens = end
+
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None, ends: Set[int]) -> bool:
+        """Append the sampled tokens up to the first one that differs from the draft (None: no check). Returns whether
+        the request has ended: at a token of ``ends``, at its length, or where it degenerates."""
+        most, values = len(self.tokens) - self.num_tokens, tokens.tolist()
+        if draft is None and self.detector is None and len(values) < most and ends.isdisjoint(values):
+            self.extend(tokens, logprobs)
+            return False
+        guesses, count, is_end = [] if draft is None else draft.tolist(), 0, False
+        for token in values:
+            count += 1
+            is_end = token in ends or count == most
+            is_end = is_end or (self.detector is not None and self.detector.feed([token]) is not None)
+            if is_end or (count <= len(guesses) and token != guesses[count - 1]):
+                break
+        self.extend(tokens[:count], logprobs[:count])
+        return is_end
 
     def add_pages(self, pages: list[int]) -> None:
         """Append pages to the table."""

@@ -110,15 +110,12 @@ class Scheduler:
         plan, budget, preemptions = Pass(), self.max_tokens, self.counts["preemptions"]
         for request in list(self.running):
             if budget and request.num_tokens - request.num_computed_tokens == 1 and self._has_page_for_next(request):
-                plan.rows.append(request)
-                plan.counts.append(1)
-                budget -= 1
+                budget -= self._run_chunk(plan, request, budget)
         for request in self.running:
             if budget and request.num_tokens - request.num_computed_tokens > 1:
                 budget -= self._run_chunk(plan, request, budget)
         # Admit nothing after a preemption: the freed pages are for running requests.
-        if self.counts["preemptions"] == preemptions:
-            self._admit_waiting(plan, budget)
+        self._admit_waiting(plan, budget if self.counts["preemptions"] == preemptions else 0)
         if not plan.rows and not self.is_idle and self.counts["preemptions"] == preemptions:
             raise AssertionError("no request can run: the page pool is smaller than one request needs")
         return plan if plan.rows or self.is_idle else self.next_pass()
@@ -219,8 +216,7 @@ class Scheduler:
         """Record K and V of the next ``count`` tokens and register full pages and the end of the context."""
         before, size = request.num_computed_tokens, request.page_size
         request.num_computed_tokens = end = before + count
-        first, after = before // size, end // size
-        computed = list(zip(request.digests()[first:after], range(first, after), strict=True)) if after > first else []
+        computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
         if before < request.context_length <= end:
             computed.append((request.context_digest, (request.context_length - 1) // size))
         for digest, index in computed:

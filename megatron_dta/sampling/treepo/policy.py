@@ -151,7 +151,8 @@ class QueryPolicy:
 
     def _score(self, node: int) -> float:
         """The logprob that determines a path's share: the mean over its last segment."""
-        return self.tree.nodes[node].logprob_sum / self.tree.nodes[node].num_sampled
+        tree_node = self.tree.nodes[node]
+        return float(np.mean(tree_node.logprobs[: tree_node.num_sampled], dtype=np.float64))
 
     def _fall_back(self, number: int, started: list[int]) -> int:
         """Start a branch at a node of a finished path for each missing leaf; returns their number."""

@@ -10,7 +10,7 @@ the engine evicts what is held and computes the prefix again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,11 @@ from megatron_dta.sampling.treepo.keys import QueryNumbers
 from megatron_dta.sampling.treepo.policy import QueryPolicy
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules
-from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree, TreeNode
+
+Take = Callable[[int, TreeNode, np.ndarray], None]
+# More would delay the next children.
+_LEAVES_AFTER_POLL = 64
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,16 @@ class TreeSampler:
         self._nodes: dict[int, tuple[int, int]] = {}  # request -> (query's place, node)
         self._requests: dict[tuple[int, int], int] = {}
         self._growing: list[_Growing] = []
+        self._ended: list[tuple[int, int]] = []  # leaves that were not passed on yet
 
-    def sample(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> list[SampledTree]:
-        """The complete tree of each query, in order; a function of the arguments, the settings and the weights."""
+    def sample(
+        self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int, take: Take | None = None
+    ) -> list[SampledTree]:
+        """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
+
+        ``take`` is called with each leaf, its query's place and its tokens, a few after each poll, while a device may
+        run ahead.
+        """
         self._begin(queries, params, iteration)
         with phase(self._engine, params, iteration):
             self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
@@ -85,12 +96,21 @@ class TreeSampler:
                 if not results:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
                 self._take(results)
+                self._pass_on(_LEAVES_AFTER_POLL, take)
+        self._pass_on(len(self._ended), take)
         assert all(growing.policy.complete for growing in self._growing)
         trees, self._growing = [growing.policy.tree.in_order() for growing in self._growing], []
         return trees
 
+    def _pass_on(self, count: int, take: Take | None) -> None:
+        """Call ``take`` with the next ``count`` leaves."""
+        leaves, self._ended = self._ended[:count], self._ended[count:]
+        for query, node in leaves if take is not None else ():
+            tree = self._growing[query].policy.tree
+            take(query, tree.nodes[node], tree.tokens(node))
+
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
-        self._nodes, self._requests = {}, {}
+        self._nodes, self._requests, self._ended = {}, {}, []
         prompts = [query.token_ids for query in queries]
         if self._environments is not None:
             states, observations = self._environments.reset([query.record for query in queries], prompts)
@@ -117,18 +137,12 @@ class TreeSampler:
             parent = above
             while parent > 0 and parent not in growing.held:
                 parent = tree.nodes[parent].parent
-            requests.append(
-                GenerationRequest(
-                    request_id,
-                    tokens,
-                    growing.policy.max_tokens(node),
-                    tree.nodes[node].key,
-                    parent=self._requests[query, parent] if parent > 0 else None,
-                    hold=True,
-                    prompt_length=tree.nodes[0].length,
-                    sampled_before=sampled_before,
-                )
-            )
+            request = GenerationRequest(
+                request_id, tokens, growing.policy.max_tokens(node), tree.nodes[node].key, hold=True,
+                parent=self._requests[query, parent] if parent > 0 else None,
+                prompt_length=tree.nodes[0].length, sampled_before=sampled_before,
+            )  # fmt: skip
+            requests.append(request)
         if requests:
             self._engine.submit(requests)
 
@@ -154,6 +168,8 @@ class TreeSampler:
         nodes_of: dict[int, list[int]] = {}
         for query, node, _ in decoded:
             nodes_of.setdefault(query, []).append(node)
+            if self._growing[query].policy.tree.nodes[node].end is not None:
+                self._ended.append((query, node))
         for query in sorted(nodes_of):
             self._release(query, nodes_of[query])
 

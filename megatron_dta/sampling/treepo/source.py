@@ -28,7 +28,7 @@ from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules, answer_rule
-from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
+from megatron_dta.sampling.treepo.tree import EndReason, SampledTree, TreeNode
 
 
 class TreeSource(PromptSource):
@@ -138,28 +138,26 @@ def sample_scored_trees(
     """The tree of every prompt and, where ``scored``, the reward of each leaf; the same on every rank."""
     mesh = current_mesh()
     share = np.array_split(np.arange(len(prompts)), mesh.data_size)[mesh.data_rank].tolist()
+    # A user's reward function may be expensive or random, so only one rank of each replica calls it.
+    is_scorer, responses = scored and mesh.is_first_of_replica, {}
+
+    def read(query: int, leaf: TreeNode, token_ids: np.ndarray) -> None:
+        prompt = prompts[share[query]]
+        responses[query, leaf.path] = task.response(prompt, token_ids[len(prompt.token_ids) :])
+
     queries = [TreeQuery(first + i, prompts[i].token_ids, prompts[i].record) for i in share]
     try:
-        trees = sampler.sample(queries, params, iteration)
+        trees = sampler.sample(queries, params, iteration, read if is_scorer else None)
     except ValueError as error:  # an environment may lengthen a prompt beyond the model's positions
         raise error if isinstance(error, InputError) else InputError(f"a tree cannot be sampled: {error}") from error
     rewards: list[dict[int, float] | None] = [None] * len(trees)
-    # A user's reward function may be expensive or random, so only one rank of each replica calls it.
-    if scored and mesh.is_first_of_replica:
-        rewards = _rewards(trees, [prompts[i] for i in share], task)
+    if is_scorer:
+        leaves = [(i, tree.nodes[leaf].path) for i, tree in enumerate(trees) for leaf in tree.leaves]
+        # Failures end the run here (config.rollout_checks): no reward is None.
+        values = iter(task.scorer.score([responses[leaf] for leaf in leaves]))
+        rewards = [{leaf: next(values) for leaf in tree.leaves} for tree in trees]
     gathered = mesh.gather_from_replicas((trees, rewards))
     return [pair for part in gathered for pair in zip(*part, strict=True)]
-
-
-def _rewards(trees: Sequence[SampledTree], prompts: Sequence[Prompt], task: SamplingTask) -> list[dict[int, float]]:
-    """The reward of each leaf of each tree; all leaves are scored together."""
-    responses = []
-    for tree, prompt in zip(trees, prompts, strict=True):
-        for leaf in tree.leaves:
-            responses.append(task.response(prompt, tree.tokens(leaf)[len(prompt.token_ids) :]))
-    # Failures end the run here (config.rollout_checks): no reward is None.
-    rewards = iter(task.scorer.score(responses))
-    return [{leaf: next(rewards) for leaf in tree.leaves} for tree in trees]
 
 
 def _total(counts: dict[str, int]) -> dict[str, float]:

@@ -74,16 +74,6 @@ class TreeNode:
     reported: bool = False
     turn_ended: bool = False
 
-    @property
-    def depth(self) -> int:
-        """Segments from the root to here."""
-        return len(self.path)
-
-    @property
-    def logprob_sum(self) -> float:
-        """Sum of the logprobs of the sampled tokens."""
-        return float(np.sum(self.logprobs[: self.num_sampled], dtype=np.float64))
-
 
 class SampledTree:
     """The tree of one query, growing or complete.
