@@ -95,6 +95,10 @@ class Mixer:
         """Matrix entries that each token on a segment's path is multiplied with once more, in every segment."""
         return 0
 
+    def heads_at_once(self, path_tokens: int, num_heads: int, element_bytes: int) -> int:
+        """How many of a rank's heads attend to a path at a time."""
+        return num_heads
+
     def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
         """Working memory of a segment for each token on its path."""
         return 0

@@ -42,8 +42,10 @@ from megatron_dta.core.model.attention.context import AttentionContext, check_co
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.decode.decode_context import DecodeContext
 from megatron_dta.core.model.layers.lora import SUFFIX, LoraAdapter
+from megatron_dta.core.model.main_grad import MainGradColumnParallelLinear, main_grad_of, output_rows
 from megatron_dta.core.model.rotary import rotary_tables
-from megatron_dta.families.latent_attention.decoding import Expansion, attend_latents
+from megatron_dta.families.latent_attention.decoding import attend_latents
+from megatron_dta.families.latent_attention.expansion import Expansion
 from megatron_dta.families.latent_attention.path_attention import attend_on_path
 
 # Of the norms of latents: transformers' classes have it fixed, whatever config.json says of the other norms.
@@ -179,7 +181,7 @@ class LatentAttention(MegatronModule):
         if isinstance(context, DecodeContext):
             return attend_latents(context, number, query, latents, self.expansion(), scale)
         if isinstance(context, SegmentContext):
-            out = attend_on_path(context, number, query, latents, self.expanded, scale)
+            out = attend_on_path(context, number, query, latents, self.expansion, scale)
         else:
             out = context.attend(number, query, *self.expanded(latents), scale)
         return out[..., : self.sizes.v_head_dim]
@@ -217,16 +219,19 @@ class LatentAttention(MegatronModule):
 
     def expansion(self) -> Expansion:
         """``linear_kv_up_proj`` and its adapter, by heads."""
+        linear, of_heads = self.linear_kv_up_proj, (self.num_heads, -1)
         adapter: LoraAdapter | None = getattr(self, "linear_kv_up_proj" + SUFFIX, None)
-        weights = self._by_heads(self.linear_kv_up_proj.weight)
+        weight, buffer = linear.weight, None
+        if isinstance(linear, MainGradColumnParallelLinear) and main_grad_of(weight) is not None:
+            weight, buffer = (
+                output_rows(weight, len(weight), is_embedding=False),
+                weight.main_grad.unflatten(0, of_heads),
+            )
+        weight = weight.unflatten(0, of_heads)
         if adapter is None or not adapter.enabled:
-            return Expansion(*weights)
-        return Expansion(*weights, adapter.lora_A * adapter.scale, *self._by_heads(adapter.lora_B))
-
-    def _by_heads(self, matrix: Tensor) -> tuple[Tensor, ...]:
-        """The rows for keys and for values of each head."""
-        rows = matrix.view(self.num_heads, -1, matrix.shape[1])
-        return rows.split([self.sizes.qk_head_dim, self.sizes.v_head_dim], dim=1)
+            return Expansion(self.sizes, weight, buffer=buffer)
+        a = copy_to_tensor_model_parallel_region(adapter.lora_A, self.tp_group) * adapter.scale
+        return Expansion(self.sizes, weight, a, adapter.lora_B.unflatten(0, of_heads), buffer)
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

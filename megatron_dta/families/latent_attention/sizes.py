@@ -10,6 +10,8 @@ from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer
 
 # Queries of a block of the plain attention on a CPU.
 _BLOCK = 128
+# Bytes of the keys and values of several heads on a path, and of their gradients.
+_MOST_EXPANDED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,15 @@ class Sizes(Mixer):
         kept += hidden * (3 * element_bytes if fused else 2 * element_bytes + 4 * accumulator)
         work = element_bytes * (6 * heads * self.query_size + 4 * self.slot) + accumulator * heads * self.query_size
         return LayerBytes(kept, max(ffn[1], work))
+
+    def heads_at_once(self, path_tokens: int, num_heads: int, element_bytes: int) -> int:
+        of_head = path_tokens * self._head_bytes(element_bytes)
+        divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
+        return max([heads for heads in divisors if heads * of_head <= _MOST_EXPANDED], default=1)
+
+    def _head_bytes(self, element_bytes: int) -> int:
+        """Of a token on a path: a head's key and value and their gradients."""
+        return 2 * self.query_size * (element_bytes + max(4, element_bytes))
 
     def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
         """Latents of the path; keys and values that follow from them, before and after they are put together, and the

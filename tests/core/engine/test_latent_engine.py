@@ -14,6 +14,7 @@ from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.attention.kv_pool import KVPool
 from megatron_dta.core.model.build import build_model
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
+from megatron_dta.families.latent_attention import path_attention, sizes
 from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
 from tree_engine_cases import (
     GRPO,
@@ -30,6 +31,13 @@ ADAPTED = {f"{name}, adapters": settings | ADAPTERS for name, settings in MODELS
 # In the first layer nothing before it has a gradient but the input.
 ADAPTED["one adapter"] = MODELS["moonlight"] | ADAPTERS | dict(lora_target_modules=["linear_kv_up_proj"])
 CUTS = [("dense", 9), ("packed", 45, 0), ("dta", 1, 12), ("dta", 6), ("dta", 6, 0)]
+IN_TURNS = ("dta", 12)
+
+
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, heads attend in groups of 2 to more than 4 keys, and alone to more than 8."""
+    monkeypatch.setattr(sizes, "_MOST_EXPANDED", 16 * 2 * 10 * 16)
+    monkeypatch.setattr(path_attention, "_BLOCK", 5 * 2 * 10)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +53,13 @@ def references():
 
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [(name, cut) for name in MODELS | ADAPTED for cut in (CUTS if name == "deepseek" else (CUTS[1], CUTS[3]))],
+    [(name, cut) for name in MODELS | ADAPTED for cut in (CUTS if name == "deepseek" else (CUTS[1], CUTS[3]))]
+    + [(name, IN_TURNS) for name in ("deepseek", "deepseek, adapters", "one adapter")],
     ids=str,
 )
-def test_equals_one_sequence_at_a_time_in_float64(references, name, cut):
+def test_equals_one_sequence_at_a_time_in_float64(references, name, cut, monkeypatch):
+    if cut == IN_TURNS:
+        in_turns(monkeypatch)
     model, weights, samples, expected = references[name]
     outcome, _ = run_tree(model, weights, samples, GRPO, tree_config(*cut), TEMPERATURE)
     trained = {n for n in weights if (is_adapter(n) if model.lora_rank else "expert_bias" not in n)}
@@ -70,8 +81,9 @@ def test_a_sibling_changes_no_bit_of_another_sequence():
 
 
 @pytest.mark.parametrize("name", ["moonlight", "experts"])
-def test_gradients_in_megatrons_buffers_are_those_of_autograd(references, name):
+def test_gradients_in_megatrons_buffers_are_those_of_autograd(references, name, monkeypatch):
     """The expansion's weight is used within a backward, in a graph of its own."""
+    in_turns(monkeypatch)
     model, weights, samples, _ = references[name]
     tree = tree_config("dta", 6, 12)
     expected = Wrapped(model, weights, BY_AUTOGRAD).gradients(samples, tree)
@@ -79,13 +91,15 @@ def test_gradients_in_megatrons_buffers_are_those_of_autograd(references, name):
 
 
 @interpreter
-def test_kernels_agree_with_plain_pytorch_in_float32(references):
+def test_kernels_agree_with_plain_pytorch_in_float32(references, monkeypatch):
     samples = references["deepseek"][2]
     model = model_config(torch.float32, **MODELS["deepseek"])
     weights = latent_weights(model, seed=5)
     expected, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 6), TEMPERATURE)
     kernels = replace(model, fused_layer_impl="triton")
     for segment_tokens in (6, 40):
+        if segment_tokens == 40:
+            in_turns(monkeypatch)
         tree = tree_config("dta", segment_tokens, tree_attention_impl="triton")
         outcome, _ = run_tree(kernels, weights, samples, GRPO, tree, TEMPERATURE)
         assert compare_outcomes(outcome, expected).largest() < 1e-5
