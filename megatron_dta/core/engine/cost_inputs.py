@@ -74,11 +74,12 @@ def counted_bytes(
 ) -> SegmentBytes:
     """Bytes for each token in ``layers`` of the model, None for all.
 
-    Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels. Raises InputError if
-    they cannot be counted.
+    Layers without RMSNorm and SwiGLU keep the tensors of Megatron's modules even on the kernels, but for those of one
+    part. Raises InputError if they cannot be counted.
     """
     reason, config = why_not_predicted(model), model.config
     if reason is not None:
         raise InputError(f"--tree-memory-gib: {reason}; leave it out")
-    fused = rank.fused and config.normalization == "RMSNorm" and config.gated_linear_unit
+    is_fused = config.gated_linear_unit or shape.hybrid_layer_pattern is not None
+    fused = rank.fused and config.normalization == "RMSNorm" and is_fused
     return SegmentBytes.of_shape(shape, replace(rank, fused=fused), layers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.shapes.mixer import Mixer
+from megatron_dta.core.shapes.mixer import NO_PATH, Mixer, PathBytes
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,10 @@ class DecoderShape:
         """Matrix entries that each token on a segment's path is multiplied with in a layer's attention."""
         return self.mixer.expansion if self._keeps_rows else 0
 
-    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
-        """Working memory for each token on a segment's path, besides its slots."""
-        return self.mixer.path_bytes(element_bytes, tensor_size, on_kernels) if self._keeps_rows else 0
+    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> PathBytes:
+        """Working memory for the tokens on a segment's path, besides their slots."""
+        mixer = self.mixer if self._keeps_rows else None
+        return NO_PATH if mixer is None else mixer.path_bytes(element_bytes, tensor_size, on_kernels)
 
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has ``mixer`` instead of attention."""

@@ -22,6 +22,7 @@ class RecurrentMixer(Mixer):
         head_vectors: parameters with a number for each head.
         has_filter_bias: whether the convolution has a bias.
         recomputes_norm: whether the norm in plain PyTorch keeps its inputs only.
+        scales_values: whether values are what was filtered times a number of the head.
         passes: products of a token with its state: reads, and updates.
     """
 
@@ -32,6 +33,7 @@ class RecurrentMixer(Mixer):
     head_vectors: ClassVar[tuple[str, ...]]
     has_filter_bias: ClassVar[bool] = False
     recomputes_norm: ClassVar[bool] = False
+    scales_values: ClassVar[bool] = False
     passes: ClassVar[int]
 
     @property
@@ -108,9 +110,9 @@ class RecurrentMixer(Mixer):
         return None
 
     def layer_bytes(self, sizes: LayerSizes, fused: bool) -> LayerBytes:
-        """On the kernels it keeps its input, the projected rows, the filtered rows, the output of the rule and the
-        gated output, and the rest of the layer the residual stream and what its feed-forward layer keeps. Its backward
-        holds the products of the rule's chunks, their gradients and those of the rows.
+        """On the kernels it keeps its input, the projected rows, the filtered rows, values if they are scaled, the
+        output of the rule and the gated output, and the rest of the layer the residual stream and what its feed-forward
+        layer keeps. Its backward holds the products of the rule's chunks, their gradients and those of the rows.
 
         Plain modules keep the inputs of each of their operations. The rule in plain PyTorch holds about ten matrices of
         a chunk's tokens by its tokens for each head. Runs that are shorter than the chunks of their level need as much
@@ -122,7 +124,7 @@ class RecurrentMixer(Mixer):
         rows = channels + values + len(self.of_heads) * heads
         if fused:
             around = 2 * hidden + ffn[0] / element_bytes
-            kept = element_bytes * (around + rows + channels + 2 * values) + 28 * heads
+            kept = element_bytes * (around + rows + channels + (2 + self.scales_values) * values) + 28 * heads
             rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
             filters = 8 * channels + element_bytes * 2 * channels
             return LayerBytes(kept, max(rule + element_bytes * rows, filters + element_bytes * rows, ffn[1]))

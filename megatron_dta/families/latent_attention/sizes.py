@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer
+from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer, PathBytes
 
 # Queries of a block of the plain attention on a CPU.
 _BLOCK = 128
@@ -108,15 +108,19 @@ class Sizes(Mixer):
                 raise InputError(f"latent_attention does not support {what}; leave one of them out")
 
     def layer_bytes(self, sizes: LayerSizes, fused: bool) -> LayerBytes:
-        """A layer keeps its input, the residual stream, latents before and after their norms, which compute in the
-        accumulators' dtype, queries, attention's output without and with padding, and what its feed-forward part keeps.
+        """A layer keeps its input and its normed input, the residual stream, latents before their norms and those of
+        queries behind it, queries, attention's output with and without padding, and what its feed-forward part keeps.
+        In plain PyTorch norms compute in the accumulators' dtype.
         """
         element_bytes, tensor_size, hidden, ffn = sizes
-        accumulator, heads = max(4, element_bytes), self.num_heads / tensor_size
+        accumulator, heads, low = max(4, element_bytes), self.num_heads / tensor_size, self.q_lora_rank or 0
         outputs = self.query_size + (self.v_head_dim if self.v_head_dim < self.query_size else 0)
         kept = heads * (element_bytes * (self.query_size + outputs) + accumulator) + ffn[0]
-        kept += (element_bytes + 2 * accumulator) * (self.kv_lora_rank + (self.q_lora_rank or 0))
-        kept += hidden * (3 * element_bytes if fused else 2 * element_bytes + 4 * accumulator)
+        if fused:
+            kept += element_bytes * (3 * hidden + self.slot + 2 * low) + 16
+        else:
+            kept += (element_bytes + 2 * accumulator) * (self.kv_lora_rank + low)
+            kept += (2 * element_bytes + 4 * accumulator) * hidden
         work = element_bytes * (6 * heads * self.query_size + 4 * self.slot) + accumulator * heads * self.query_size
         return LayerBytes(kept, max(ffn[1], work))
 
@@ -129,14 +133,14 @@ class Sizes(Mixer):
         """Of a token on a path: a head's key and value and their gradients."""
         return 2 * self.query_size * (element_bytes + max(4, element_bytes))
 
-    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> float:
-        """Latents of the path; keys and values that follow from them, before and after they are put together, and the
-        gradients of all. Without kernels also a block of scores, and keys and values in the accumulators' dtype.
+    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> PathBytes:
+        """Latents of the path and gradients of them, and of some heads keys and values with their gradients. Without
+        kernels also a block of scores, and keys and values in the accumulators' dtype.
         """
-        heads, accumulator = self.num_heads / tensor_size, max(4, element_bytes)
-        both, expanded = heads * 2 * self.query_size, heads * (self.qk_head_dim + self.v_head_dim)
-        kept = element_bytes * (2 * self.slot + 2 * both + 2 * expanded) + accumulator * (both + self.slot)
-        return kept if on_kernels else kept + accumulator * (both + 3 * _BLOCK * heads)
+        accumulator, of_head = max(4, element_bytes), self._head_bytes(element_bytes)
+        plain = 0 if on_kernels else accumulator * (2 * self.query_size + 3 * _BLOCK)
+        most = _MOST_EXPANDED * (1 + plain / of_head)
+        return PathBytes((element_bytes + accumulator) * self.slot, of_head + plain, self.num_heads / tensor_size, most)
 
 
 def _is_plain(model: Any) -> bool:

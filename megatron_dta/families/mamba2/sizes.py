@@ -19,6 +19,7 @@ class Sizes(RecurrentMixer):
     head_vectors: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log", "D")
     has_filter_bias: ClassVar[bool] = True
     recomputes_norm: ClassVar[bool] = True
+    scales_values: ClassVar[bool] = True
     passes: ClassVar[int] = 2
 
     mamba_num_heads: int = 128

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import seed_all
-from hybrid_cases import HYBRID, NEMOTRON, spread
+from hybrid_cases import HYBRID, NEMOTRON, NEMOTRON_EXPERTS, spread
 from live_bytes import LiveBytes, Scales
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.common.errors import InputError
@@ -23,6 +23,7 @@ from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock
 from megatron_dta.extras.parity.outcome import Outcome
 from tree_engine_cases import GRPO, TEMPERATURE, VOCABULARY, model_config, tree_config, weights_of
+from triton_device import interpreter
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
 SIZES = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16, max_position_embeddings=512)
@@ -66,6 +67,7 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
     ("layers", "dtype", "more", "heads"),
     [
         ("M*-M", torch.float64, {}, {}),
+        pytest.param("EM*-ME", torch.float32, dict(fused_layer_impl="triton"), {}, marks=interpreter),
         ("[1,0]", torch.float64, {}, dict(linear_num_value_heads=8)),
         ("[1,0]", torch.bfloat16, dict(kv_channels=24), dict(linear_key_head_dim=48)),
     ],
@@ -75,7 +77,9 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     settings = HYBRID | SIZES | more | shape | dict(mixer=replace(HYBRID["mixer"], **HEADS | heads))
     if "M" in layers:
         mixer = replace(NEMOTRON["mixer"], mamba_head_dim=8, mamba_state_dim=16)
-        settings = NEMOTRON | SIZES | dict(num_layers=len(layers), hybrid_layer_pattern=layers, mixer=mixer)
+        experts = dict(moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64) if "E" in layers else {}
+        settings = (NEMOTRON_EXPERTS if experts else NEMOTRON) | SIZES | experts | more
+        settings |= dict(num_layers=len(layers), hybrid_layer_pattern=layers, mixer=mixer)
     model, tokens = model_config(dtype, **settings), 256
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)
@@ -93,5 +97,6 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     activations, working = sizes.kept(model.num_layers) * tokens, float(sizes.work(tokens, tokens))
     parts = forward.filled / activations, forward.peak / (activations + working), backward.peak / working
     print("parts of what is counted: kept, most in the forward, most in the backward:", parts)
-    assert (0.8 if "M" in layers else 0.93) <= parts[0] <= 1
-    assert max(parts[1:]) <= 1
+    assert (0.8 if layers == "M*-M" else 0.93) <= parts[0] <= 1
+    # The recurrence is that of a CPU, which computes with wider numbers than the kernels.
+    assert max(parts[1:]) <= (2 if "E" in layers else 1)

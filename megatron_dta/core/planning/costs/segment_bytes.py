@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_dta.core.shapes.decoder import DecoderShape
+from megatron_dta.core.shapes.mixer import NO_PATH, PathBytes
 
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
 FIXED_BYTES = 9 * float(1 << 24)
@@ -94,6 +95,7 @@ class SegmentBytes:
     Attributes:
         kept_per_token_and_layer: activations that a segment's backward needs, for each token and layer.
         kept_per_token: activations for each token that do not depend on the number of layers.
+        path: further working memory for the tokens on a segment's root path.
         spread_per_token: additional activations for each token of a rank with a single layer, whose experts may get
             more rows than their share; in proportion to the square root of the number of layers.
         kv_per_token_and_layer: K, V, dK and dV of a token in flight in a layer.
@@ -125,6 +127,7 @@ class SegmentBytes:
     kv_offload_fraction: float = 0.0
     attention_share: float = 1.0
     spread_per_token: float = 0.0
+    path: PathBytes = NO_PATH
 
     @classmethod
     def of_shape(
@@ -157,7 +160,7 @@ class SegmentBytes:
         mixed, accumulator = query + 2 * groups, max(4, element_bytes)
         statistics = 4 * heads + 8 * hidden / hidden_size
         kept = fused_kept = element_bytes * (2 * hidden + mixed + query + ffn) + statistics
-        wide = ffn if fused else 5 * ffn / 2 if shape.swiglu else 2 * ffn
+        wide = 2 * ffn if not shape.swiglu else ffn if fused else 5 * ffn / 2
         if not fused:
             # Queries and keys are mixed, normed and rotated one by one, each read by what follows.
             kept = (
@@ -176,7 +179,7 @@ class SegmentBytes:
             # The gradient of the layer's output; the activation function's output, its gradient and that of its input.
             work = element_bytes * (hidden + ffn + 2 * width)
         whole_rows = 4 * element_bytes * hidden_size
-        of_ffn = element_bytes * wide, element_bytes * (ffn + 3 * width)
+        of_experts = 0.0, 0.0
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
             of_experts, spread = _expert_bytes(shape, rank, is_function)
@@ -184,10 +187,10 @@ class SegmentBytes:
             share = 0 if all(moe_layers) else 1
             kept = max(attention + of_experts[0], share * kept)
             work = max(attention, of_experts[1], share * work) + whole_rows
-            of_ffn = tuple(max(routed, share * other) for routed, other in zip(of_experts, of_ffn, strict=True))
         if shape.mixer is not None or shape.hybrid_layer_pattern is not None:
-            of_ffn = of_ffn[0], of_ffn[1] + whole_rows
-            sizes = LayerSizes(element_bytes, tensor_size, hidden, of_ffn)
+            parts = (element_bytes * wide, element_bytes * (ffn + 3 * width)), of_experts
+            parts = [(kept, work + whole_rows) for kept, work in parts]
+            sizes = [LayerSizes(element_bytes, tensor_size, hidden, of_part) for of_part in parts]
             kept, work = mixed_layer_bytes(shape, sizes, fused, layers or range(shape.num_layers))
         path = shape.path_bytes(element_bytes, tensor_size, fused_attention)
         # Input and output of the last norm (recomputed if fused), rows of logits' hidden states; tables of positions.
@@ -199,13 +202,14 @@ class SegmentBytes:
             kv_per_token_and_layer=kv * attention_share,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
-            work_per_path_token=path + (_INDEX_BYTES if fused_attention else kv * (attention_share > 0)),
+            work_per_path_token=path.rows + (_INDEX_BYTES if fused_attention else kv * (attention_share > 0)),
+            path=path,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * _of_logit(rank, is_direct) + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
             attention_share=attention_share,
         )
         if fused_attention:
-            counted = counted._with_scores(query, 0 if path else groups, heads, element_bytes)
+            counted = counted._with_scores(query, 0 if path.heads else groups, heads, element_bytes)
         return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
 
     @classmethod
@@ -288,7 +292,7 @@ class SegmentBytes:
             pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
             scores = np.minimum(self.scores_per_pair * pairs, self.most_scores)
             work = np.maximum(work, self.scores_per_token * tokens + scores)
-        return work + self.work_per_path_token * path_tokens
+        return work + self.work_per_path_token * path_tokens + self.path.expanded(path_tokens)
 
     def slot(self, layers: float) -> float:
         """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
@@ -326,7 +330,8 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors, is_function: bool) -> 
     and experts keep its input, which a layer that is one function recomputes, and the router its scores. Each of T
     tensor ranks routes 1 / T of the tokens. If experts are divided, a rank has a token of each rank of their group for
     each of its own, and rows for its share of their experts; experts on tensor ranks have the rows of all of them, and
-    a part of the width. Shared experts keep what plain modules keep, of tokens that are gathered for them.
+    a part of the width. Shared experts keep what plain modules keep, and before a gate their output. Without SwiGLU the
+    gradient of the activation function takes plain operations.
     """
     size, tensor, group = rank.element_bytes, rank.tensor_size, rank.expert_ranks * rank.expert_tensor_size
     hidden, width = shape.hidden_size / tensor, shape.expert_width / rank.expert_tensor_size
@@ -338,10 +343,11 @@ def _expert_bytes(shape: DecoderShape, rank: RankTensors, is_function: bool) -> 
     travelling = size * group * hidden if group > 1 else 0
     of_rows = size * rows * (gates * width + 1)
     kept = size * hidden * (not is_function) + of_rows + travelling + indices + 8 * shape.num_experts / tensor
-    kept += size * (hidden + (2 * gates + 1) * shared) if shared else 0
+    kept += size * (hidden * shape.moe_shared_expert_gate + (5 if shape.swiglu else 2) * shared) if shared else 0
     more = EXPERT_SHARE if rank.expert_ranks > 1 else 1.0
     # The gradient of the first product, and that of the rows' input or of the activation before; tokens or sums of all
     # ranks on their way there, here and back; indices while they are sorted.
-    work = size * more * rows * (gates * width + max(shape.hidden_size, width))
+    of_activation = gates * width + max(shape.hidden_size, width) if shape.swiglu else 6 * width
+    work = size * more * rows * of_activation
     work += size * (3 * hidden + 3 * gates * shared) + 2 * indices + 3 * travelling
     return (kept, work), (more - 1) * of_rows

@@ -25,11 +25,15 @@ def _attention_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool) -> Lay
     """Bytes of a token in a layer with attention of a hybrid model.
 
     On the kernels it keeps the queries before their norm and rotated, its output and the gated output, and in float32
-    the two factors of the latter. Plain modules keep the inputs of each of their operations.
+    the two factors of the latter; without a gate the mixed rows and the output. Plain modules keep the inputs of each
+    of their operations.
     """
     element_bytes, tensor_size, hidden, ffn = sizes
     query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
     heads = shape.num_attention_heads / tensor_size
+    if fused and not shape.attention_output_gate:
+        kept = element_bytes * (2 * hidden + 2 * query + 2 * kv) + ffn[0] + 4 * heads
+        return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query))
     if fused:
         kept = element_bytes * (2 * hidden + 4 * query + 2 * kv) + ffn[0] + 8 * query + 4 * heads
         return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query + 8 * query))
@@ -39,21 +43,30 @@ def _attention_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool) -> Lay
     return LayerBytes(kept, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query))
 
 
-def mixed_layer_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool, layers: Sequence[int]) -> LayerBytes:
-    """What ``layers`` keep on average, and the working memory of the largest kind."""
+def mixed_layer_bytes(
+    shape: DecoderShape, sizes: Sequence[LayerSizes], fused: bool, layers: Sequence[int]
+) -> LayerBytes:
+    """What ``layers`` keep on average, and the working memory of the largest kind.
+
+    Args:
+        sizes: for layers without experts, and with them.
+    """
     counted = []
-    if shape.hybrid_layer_pattern is not None:
-        # A layer of one part has one norm and one residual instead of two.
-        sizes = sizes._replace(hidden=sizes.hidden / 2)
     for layer, count in shape.kinds(layers):
-        of_layer = sizes if shape.feeds_forward(layer) else sizes._replace(ffn=(0.0, 0.0))
+        of_layer = sizes[shape.moe_layers[layer]]
+        if shape.hybrid_layer_pattern is not None:
+            # A layer of one part has one norm and one residual instead of two.
+            of_layer = of_layer._replace(hidden=of_layer.hidden / 2)
+        if not shape.feeds_forward(layer):
+            of_layer = of_layer._replace(ffn=(0.0, 0.0))
         if shape.has_mixer(layer):
             counted.append((count, shape.mixer.layer_bytes(of_layer, fused)))
         elif shape.mixes(layer):
             counted.append((count, _attention_bytes(shape, of_layer, fused)))
         else:
-            stream = 2 * sizes.element_bytes if fused else 2 * sizes.element_bytes + 4 * max(4, sizes.element_bytes)
-            counted.append((count, LayerBytes(stream * sizes.hidden + sizes.ffn[0], sizes.ffn[1])))
+            size, ffn = of_layer.element_bytes, of_layer.ffn
+            stream = 2 * size if fused else 2 * size + 4 * max(4, size)
+            counted.append((count, LayerBytes(stream * of_layer.hidden + ffn[0], ffn[1])))
     kept = sum(count * of_kind.kept for count, of_kind in counted) / len(layers)
     return LayerBytes(kept, max(of_kind.work for _, of_kind in counted))
 
