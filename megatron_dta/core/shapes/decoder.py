@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.shapes.mixer import NO_PATH, Mixer, PathBytes
+from megatron_dta.core.shapes.mixer import Mixer
 
 
 @dataclass(frozen=True)
@@ -176,28 +176,23 @@ class DecoderShape:
         return self.hybrid_layer_pattern is None or self.hybrid_layer_pattern[layer] in "-E"
 
     @property
-    def _keeps_rows(self) -> bool:
+    def keeps_rows(self) -> bool:
         """Whether a pool keeps rows of the mixer's own kind in place of keys and values."""
         return self.mixer is not None and self.mixer.slot is not None
 
     @property
     def pair_width(self) -> float:
         """Half of the channels of scores and values that a pair of tokens takes in the attention of a layer."""
-        return self.mixer.pair_width if self._keeps_rows else self.query_width
+        return self.mixer.pair_width if self.keeps_rows else self.query_width
 
     def slot_width(self, tensor_size: int) -> float:
         """Numbers that the pool of a tensor rank keeps of a token in a layer with attention."""
-        return self.mixer.slot if self._keeps_rows else 2 * (self.kv_width // tensor_size)
+        return self.mixer.slot if self.keeps_rows else 2 * (self.kv_width // tensor_size)
 
     @property
     def expansion(self) -> int:
         """Matrix entries that each token on a segment's path is multiplied with in a layer's attention."""
-        return self.mixer.expansion if self._keeps_rows else 0
-
-    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> PathBytes:
-        """Working memory for the tokens on a segment's path, besides their slots."""
-        mixer = self.mixer if self._keeps_rows else None
-        return NO_PATH if mixer is None else mixer.path_bytes(element_bytes, tensor_size, on_kernels)
+        return self.mixer.expansion if self.keeps_rows else 0
 
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has ``mixer`` instead of attention."""

@@ -8,37 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 
 class LayerBytes(NamedTuple):
     """Bytes of a token in a layer: kept until the backward, and in use during the backward."""
 
     kept: float
     work: float
-
-
-class PathBytes(NamedTuple):
-    """Working memory of a segment for each token on its path.
-
-    Attributes:
-        rows: of it all.
-        head, heads: of each head that attends at a time, and their number.
-        most: limit of the latter for all tokens; a single head may exceed it.
-    """
-
-    rows: float = 0.0
-    head: float = 0.0
-    heads: float = 0.0
-    most: float = 0.0
-
-    def expanded(self, path_tokens: np.ndarray | float) -> np.ndarray | float:
-        """Bytes of the heads that attend at a time."""
-        of_head = self.head * path_tokens
-        return np.minimum(self.heads * of_head, np.maximum(of_head, self.most))
-
-
-NO_PATH = PathBytes()
 
 
 class LayerSizes(NamedTuple):
@@ -124,9 +99,9 @@ class Mixer:
         """How many of a rank's heads attend to a path at a time."""
         return num_heads
 
-    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> PathBytes:
-        """Working memory of a segment for the tokens on its path."""
-        return NO_PATH
+    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int, on_kernels: bool) -> Any:
+        """Working memory of segments for the ``tokens`` on their paths, a number or an array."""
+        return 0
 
     # Of kinds with a recurrence.
 

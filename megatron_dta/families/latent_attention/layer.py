@@ -41,7 +41,7 @@ from megatron_dta.core.config import ModelConfig
 from megatron_dta.core.model.attention.context import AttentionContext, check_context
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.decode.decode_context import DecodeContext
-from megatron_dta.core.model.layers.lora import SUFFIX, LoraAdapter
+from megatron_dta.core.model.layers.lora import SUFFIX
 from megatron_dta.core.model.main_grad import MainGradColumnParallelLinear, main_grad_of, output_rows
 from megatron_dta.core.model.rotary import rotary_tables
 from megatron_dta.families.latent_attention.decoding import attend_latents
@@ -209,29 +209,23 @@ class LatentAttention(MegatronModule):
         """Keys and values [M, H, K] of latents [M, 1, L + R]; values are padded with zeros to the size of a key."""
         sizes = self.sizes
         latent, position = latents.split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], dim=-1)
-        content, value = (
-            self.linear_kv_up_proj(latent)[0]
-            .view(len(latents), self.num_heads, sizes.qk_head_dim + sizes.v_head_dim)
-            .split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
-        )
+        rows = self.linear_kv_up_proj(latent)[0].view(len(latents), self.num_heads, -1)
+        content, value = rows.split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
         key = torch.cat([content, position.expand(-1, self.num_heads, -1)], dim=-1)
         return key, F.pad(value, (0, sizes.query_size - sizes.v_head_dim))
 
     def expansion(self) -> Expansion:
         """``linear_kv_up_proj`` and its adapter, by heads."""
-        linear, of_heads = self.linear_kv_up_proj, (self.num_heads, -1)
-        adapter: LoraAdapter | None = getattr(self, "linear_kv_up_proj" + SUFFIX, None)
-        weight, buffer = linear.weight, None
+        linear, of_heads, buffer = self.linear_kv_up_proj, (self.num_heads, -1), None
+        weight, adapter = linear.weight, getattr(self, "linear_kv_up_proj" + SUFFIX, None)
         if isinstance(linear, MainGradColumnParallelLinear) and main_grad_of(weight) is not None:
-            weight, buffer = (
-                output_rows(weight, len(weight), is_embedding=False),
-                weight.main_grad.unflatten(0, of_heads),
-            )
-        weight = weight.unflatten(0, of_heads)
-        if adapter is None or not adapter.enabled:
-            return Expansion(self.sizes, weight, buffer=buffer)
-        a = copy_to_tensor_model_parallel_region(adapter.lora_A, self.tp_group) * adapter.scale
-        return Expansion(self.sizes, weight, a, adapter.lora_B.unflatten(0, of_heads), buffer)
+            buffer = weight.main_grad.unflatten(0, of_heads)
+            weight = output_rows(weight, len(weight), is_embedding=False)
+        tensors = {"weight": weight.unflatten(0, of_heads)}
+        if adapter is not None and adapter.enabled:
+            tensors["a"] = copy_to_tensor_model_parallel_region(adapter.lora_A, self.tp_group) * adapter.scale
+            tensors["b"] = adapter.lora_B.unflatten(0, of_heads)
+        return Expansion(self.sizes, tensors, buffer)
 
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -22,21 +22,16 @@ from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
 from dta_kernels.layers.weight_gradients import add_weight_gradient
-from dta_kernels.tree_attention.reference import accumulation_dtype
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.families.latent_attention.expansion import Expansion
 
+Expand = Callable[[], Expansion]
 # Numbers of gradients of keys and values that are multiplied at once; 128 MiB in 16 bits.
 _BLOCK = 1 << 26
 
 
 def attend_on_path(
-    segment: SegmentContext,
-    layer_number: int,
-    query: Tensor,
-    latents: Tensor,
-    expansion: Callable[[], Expansion],
-    scale: float,
+    segment: SegmentContext, layer_number: int, query: Tensor, latents: Tensor, expansion: Expand, scale: float
 ) -> Tensor:
     """Output [N, H, K] for ``query`` [N, H, K] and the segment's ``latents`` [N, 1, L + R].
 
@@ -53,57 +48,45 @@ def attend_on_path(
 class _PathAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        query: Tensor,
-        latents: Tensor,
-        segment: SegmentContext,
-        row: int,
-        expansion: Callable[[], Expansion],
-        scale: float,
+        ctx, query: Tensor, latents: Tensor, segment: SegmentContext, row: int, expand: Expand, scale: float
     ) -> Tensor:
         segment.pool.layer(row).keys[segment.slots] = latents
-        expanding = expansion()
-        rows = expanding.rows(segment.keys_and_values(row)[0])
+        expansion = expand()
+        rows = expansion.rows(segment.keys_and_values(row)[0])
         outputs = [
-            _attend(segment, query[:, heads], *_expanded(rows, expanding.matrices(heads)), scale)
-            for heads in expanding.groups(len(rows))
+            _attend(segment, query[:, heads], *_expanded(rows, expansion.matrices(heads)), scale)
+            for heads in expansion.groups(len(rows))
         ]
         out, lse = outputs[0] if len(outputs) == 1 else map(torch.cat, zip(*outputs, strict=True), (1, 0))
         segment.pool.finish(row, gradients=False)
         ctx.save_for_backward(query, out, lse)
-        ctx.segment, ctx.row, ctx.expansion, ctx.scale = segment, row, expansion, scale
+        ctx.segment, ctx.row, ctx.expand, ctx.scale = segment, row, expand, scale
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         query, out, lse = ctx.saved_tensors
-        segment, pool = ctx.segment, ctx.segment.pool.layer(ctx.row)
+        segment, grad_keys = ctx.segment, ctx.segment.pool.layer(ctx.row).grad_keys
         with torch.enable_grad():
-            expansion = ctx.expansion()
+            expansion = ctx.expand()
         rows = expansion.rows(segment.keys_and_values(ctx.row)[0])
-        sums = expansion.sums(accumulation_dtype(query.dtype))
-        grad_queries = []
+        sums, grad_queries = expansion.sums(grad_keys.dtype), []
         for heads in expansion.groups(len(rows)):
             matrices, of_heads = expansion.matrices(heads), (out[:, heads], lse[heads])
-            expanded = _expanded(rows, matrices)
-            grad_query, *grads = _gradients(
-                segment, (grad_out[:, heads], query[:, heads], *expanded, *of_heads), ctx.scale
-            )
-            del expanded
+            tensors = grad_out[:, heads], query[:, heads], *_expanded(rows, matrices), *of_heads
+            grad_query, *grads = _gradients(segment, tensors, ctx.scale)
+            del tensors
             grad_queries.append(grad_query)
-            of_matrices = torch.zeros_like(matrices, dtype=pool.grad_keys.dtype) if sums else None
-            for part, grad in _add_rows(rows, matrices, grads, of_matrices):
+            of_matrices = torch.zeros_like(matrices, dtype=grad_keys.dtype)
+            for part, grad in _gradients_of_rows(rows, matrices, grads, of_matrices):
                 # Slots are distinct, so the scatter is deterministic on a GPU too.
-                of_latents = expansion.of_latents(grad, rows[part], sums).unsqueeze(1)
-                pool.grad_keys.index_add_(0, segment.key_slots[part], of_latents)
-            if sums:
-                expansion.add_matrices(sums, heads, of_matrices)
+                grad_keys.index_add_(0, segment.key_slots[part], expansion.of_latents(grad, rows[part], sums))
+            expansion.add_matrices(sums, heads, of_matrices)
             del grads
         expansion.backward(sums)
-        grad_latents = pool.grad_keys[segment.slots].to(query.dtype, copy=True)
+        grad_latents = grad_keys[segment.slots].to(query.dtype, copy=True)
         segment.pool.finish(ctx.row, gradients=True)
-        grad_query = grad_queries[0] if len(grad_queries) == 1 else torch.cat(grad_queries, 1)
-        return grad_query, grad_latents, None, None, None, None
+        return torch.cat(grad_queries, 1), grad_latents, None, None, None, None
 
 
 def _expanded(rows: Tensor, matrices: Tensor) -> list[Tensor]:
@@ -111,27 +94,19 @@ def _expanded(rows: Tensor, matrices: Tensor) -> list[Tensor]:
     return [F.linear(rows, matrix.flatten(0, 1)).view(len(rows), *matrix.shape[:2]) for matrix in matrices]
 
 
-def _add_rows(
-    rows: Tensor, matrices: Tensor, grads: list[Tensor], of_matrices: Tensor | None
+def _gradients_of_rows(
+    rows: Tensor, matrices: Tensor, grads: list[Tensor], of_matrices: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows with their gradients [part of M, W], of which few exist at a time.
-
-    Args:
-        grads: of keys and values [M, h, K].
-        of_matrices: to which the gradients of ``matrices`` are added; None if they are not needed.
-    """
-    matrix = matrices.flatten(0, 2)
-    step = max(1, _BLOCK // len(matrix))
+    """Slices of the rows with their gradients, of those of keys and values [M, h, K]; adds to those of the matrices."""
+    step = max(1, _BLOCK // matrices[..., 0].numel())
     for begin in range(0, len(rows), step):
         part = slice(begin, begin + step)
         both = rows.new_empty(len(rows[part]), *matrices.shape[:3])
         for i, grad in enumerate(grads):
             both[:, i] = grad[part]
-        both = both.flatten(1)
-        of_rows = torch.zeros_like(rows[part], dtype=accumulation_dtype(rows.dtype))
-        add_weight_gradient(of_rows, both.t(), matrix)
-        if of_matrices is not None:
-            add_weight_gradient(of_matrices.flatten(0, 2), both, rows[part])
+        both, of_rows = both.flatten(1), torch.zeros_like(rows[part], dtype=of_matrices.dtype)
+        add_weight_gradient(of_rows, both.t(), matrices.flatten(0, 2))
+        add_weight_gradient(of_matrices.flatten(0, 2), both, rows[part])
         yield part, of_rows
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer, PathBytes
+from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer
 
 # Queries of a block of the plain attention on a CPU.
 _BLOCK = 128
@@ -133,14 +135,15 @@ class Sizes(Mixer):
         """Of a token on a path: a head's key and value and their gradients."""
         return 2 * self.query_size * (element_bytes + max(4, element_bytes))
 
-    def path_bytes(self, element_bytes: int, tensor_size: int, on_kernels: bool) -> PathBytes:
-        """Latents of the path and gradients of them, and of some heads keys and values with their gradients. Without
-        kernels also a block of scores, and keys and values in the accumulators' dtype.
+    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int, on_kernels: bool) -> Any:
+        """Latents of the path and gradients of them, and of the heads that attend at a time keys and values with their
+        gradients. Without kernels also a block of scores, and keys and values in the accumulators' dtype.
         """
-        accumulator, of_head = max(4, element_bytes), self._head_bytes(element_bytes)
-        plain = 0 if on_kernels else accumulator * (2 * self.query_size + 3 * _BLOCK)
-        most = _MOST_EXPANDED * (1 + plain / of_head)
-        return PathBytes((element_bytes + accumulator) * self.slot, of_head + plain, self.num_heads / tensor_size, most)
+        accumulator, of_head = max(4, element_bytes), self._head_bytes(element_bytes) * tokens
+        expanded = np.minimum(self.num_heads / tensor_size * of_head, np.maximum(of_head, _MOST_EXPANDED))
+        if not on_kernels:
+            expanded = expanded * (1 + accumulator * (2 * self.query_size + 3 * _BLOCK) * tokens / of_head)
+        return (element_bytes + accumulator) * self.slot * tokens + expanded
 
 
 def _is_plain(model: Any) -> bool:

@@ -20,13 +20,13 @@ up to 0.7% more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from megatron_dta.core.shapes.decoder import DecoderShape
-from megatron_dta.core.shapes.mixer import NO_PATH, PathBytes
 
 # Bytes that do not depend on a step's segments: cuBLAS workspaces of two threads (32 MiB each), position tables, plan.
 FIXED_BYTES = 9 * float(1 << 24)
@@ -95,7 +95,7 @@ class SegmentBytes:
     Attributes:
         kept_per_token_and_layer: activations that a segment's backward needs, for each token and layer.
         kept_per_token: activations for each token that do not depend on the number of layers.
-        path: further working memory for the tokens on a segment's root path.
+        path: further working memory for the tokens on a root path; None if there is none.
         spread_per_token: additional activations for each token of a rank with a single layer, whose experts may get
             more rows than their share; in proportion to the square root of the number of layers.
         kv_per_token_and_layer: K, V, dK and dV of a token in flight in a layer.
@@ -127,7 +127,7 @@ class SegmentBytes:
     kv_offload_fraction: float = 0.0
     attention_share: float = 1.0
     spread_per_token: float = 0.0
-    path: PathBytes = NO_PATH
+    path: Callable | None = None
 
     @classmethod
     def of_shape(
@@ -192,7 +192,8 @@ class SegmentBytes:
             parts = [(kept, work + whole_rows) for kept, work in parts]
             sizes = [LayerSizes(element_bytes, tensor_size, hidden, of_part) for of_part in parts]
             kept, work = mixed_layer_bytes(shape, sizes, fused, layers or range(shape.num_layers))
-        path = shape.path_bytes(element_bytes, tensor_size, fused_attention)
+        sizes = dict(element_bytes=element_bytes, tensor_size=tensor_size, on_kernels=fused_attention)
+        path = partial(shape.mixer.path_bytes, **sizes) if shape.keeps_rows else None
         # Input and output of the last norm (recomputed if fused), rows of logits' hidden states; tables of positions.
         last = 3 if is_direct else 2 if fused and has_experts else 4
         counted = cls(
@@ -202,14 +203,14 @@ class SegmentBytes:
             kv_per_token_and_layer=kv * attention_share,
             input_per_token=element_bytes * hidden,
             work_per_token=work,
-            work_per_path_token=path.rows + (_INDEX_BYTES if fused_attention else kv * (attention_share > 0)),
+            work_per_path_token=_INDEX_BYTES if fused_attention else kv * (attention_share > 0),
             path=path,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * _of_logit(rank, is_direct) + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
             attention_share=attention_share,
         )
         if fused_attention:
-            counted = counted._with_scores(query, 0 if path.heads else groups, heads, element_bytes)
+            counted = counted._with_scores(query, 0 if path else groups, heads, element_bytes)
         return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
 
     @classmethod
@@ -292,7 +293,8 @@ class SegmentBytes:
             pairs = (tokens + TILE_TOKENS) * (path_tokens + TILE_KEYS)
             scores = np.minimum(self.scores_per_pair * pairs, self.most_scores)
             work = np.maximum(work, self.scores_per_token * tokens + scores)
-        return work + self.work_per_path_token * path_tokens + self.path.expanded(path_tokens)
+        work = work + self.work_per_path_token * path_tokens
+        return work if self.path is None else work + self.path(path_tokens)
 
     def slot(self, layers: float) -> float:
         """Bytes of a token in flight on a rank with ``layers`` layers, without its activations."""
