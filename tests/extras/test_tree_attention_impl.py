@@ -45,7 +45,7 @@ def test_plans_made_one_by_one_equal_the_segments_masks(seed):
     samples = random_training_samples(branching_sequences(seed_all(seed), count=9, longest=60), seed=seed)
     step = plan_step(samples, "dta", StepBudget(23))
     segments, paths, shape = step.segments, step.paths, AttentionShape(4, 2, 8, torch.float32)
-    plans, tree = SegmentAttentionPlans(segments, paths, shape, CPU), step.segments.tree
+    plans, tree = SegmentAttentionPlans(segments, paths, lambda _: shape, CPU), step.segments.tree
     assert segments.num_segments > 3
     for segment in seed_all(seed).permutation(segments.num_segments).tolist():
         begin, end = segments.segment_start[segment : segment + 2]

@@ -12,6 +12,7 @@ from megatron_dta.core.engine.cost_inputs import decoder_shape
 from megatron_dta.core.extensions import KVOnHost
 from megatron_dta.core.model.attention.kv_pool import SlotShape, latent_size
 from megatron_dta.core.model.attention.segment_attention import choose_attention
+from megatron_dta.core.model.kernel_types import AttentionShape
 from megatron_dta.core.model.parallel.context_group import context_group
 from megatron_dta.core.model.parallel.mesh import training_mesh
 from megatron_dta.core.model.tree_model import TreeGPTModel
@@ -77,6 +78,13 @@ class RankModel:
         """Key/value heads of a layer's attention on this rank; context ranks may hold the same one."""
         of_tensor_rank = self.config.num_query_groups // self.config.tensor_model_parallel_size
         return max(1, of_tensor_rank // self.mesh.context_size)
+
+    def attention_shape(self, num_keys: int) -> AttentionShape:
+        """What kernels attend with at a time; heads of latent attention take turns on long paths."""
+        config, heads, groups = self.config, self.num_heads, self.num_kv_heads
+        if latent_size(config):
+            heads = groups = config.mixer.heads_at_once(num_keys, heads, self.dtype.itemsize)
+        return AttentionShape(heads, groups, config.kv_channels, self.dtype)
 
     @property
     def slot(self) -> SlotShape:

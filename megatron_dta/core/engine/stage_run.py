@@ -26,10 +26,10 @@ from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.loss_pass import LossPass, Objective
 from megatron_dta.core.engine.rank_model import RankModel
-from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns, latent_size
+from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans
 from megatron_dta.core.model.attention.segment_context import SegmentContext
-from megatron_dta.core.model.kernel_types import AttentionShape, accumulation_dtype
+from megatron_dta.core.model.kernel_types import accumulation_dtype
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import stage_program, state_slots
@@ -84,9 +84,8 @@ class StageRun:
         self.states = self._step_states(step)
         self.attention_plans = None
         if model.uses_kernels:
-            shape = AttentionShape(model.num_heads, model.num_kv_heads, model.config.kv_channels, model.dtype)
-            latent = model.config.mixer if latent_size(model.config) else None
-            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, shape, model.device, latent)
+            of_keys = model.attention_shape, model.device
+            self.attention_plans = SegmentAttentionPlans(step.segments, step.paths, *of_keys)
         self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}

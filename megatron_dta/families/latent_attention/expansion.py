@@ -1,7 +1,7 @@
 """The matrix that expands latents into keys and values, by heads, and its adapter if it has one.
 
-One product with a *row* (a latent, what the adapter's A makes of it, and a key for positions, which an identity passes
-on) gives keys, one gives values, which are padded with zeros to the size of a key.
+A *row* is a latent, what the adapter's A makes of it, and a key for positions, which an identity passes on. One product
+with rows gives keys, one gives values, which are padded with zeros to the size of a key.
 
 Legend: n tokens, M keys, H query heads of this rank, h of them, K channels of a query, C of them for content, V of a
 value, L of a latent, R of a key for positions; r rank of an adapter; W = L + r + R.
@@ -19,34 +19,36 @@ from torch import Tensor
 from dta_kernels.layers.weight_gradients import add_weight_gradient
 from megatron_dta.families.latent_attention.sizes import Sizes
 
+Named = dict[str, Tensor]
+
 
 class Expansion(NamedTuple):
     """
     Attributes:
-        tensors: "weight" [H, C + V, L]; of an adapter "a" [r, L], its A times its scale, and "b" [H, C + V, r].
+        tensors: "weight" [H, C + V, L]; of an adapter "b" [H, C + V, r], and "a" [r, L], its A times its scale.
         buffer: to which the weight's gradient is added without autograd; None if there is none.
     """
 
     sizes: Sizes
-    tensors: dict[str, Tensor]
+    tensors: Named
     buffer: Tensor | None = None
 
     def queries(self, content: Tensor) -> Tensor:
         """Queries for latents [n, H, L] of ``content`` [n, H, C]."""
-        weight, *adapter = (self.tensors[name][..., : content.shape[2], :] for name in self._of_heads)
+        weight, *adapter = (self.tensors[name][:, : content.shape[2]] for name in self.tensors if name != "a")
         out = torch.einsum("nhk,hkl->nhl", content, weight)
         return out + torch.einsum("nhk,hkr->nhr", content, *adapter) @ self.tensors["a"] if adapter else out
 
     def outputs(self, means: Tensor) -> Tensor:
         """Values [n, H, V] of ``means`` [n, H, L] of latents."""
-        weight, *adapter = (self.tensors[name][:, self.sizes.qk_head_dim :] for name in self._of_heads)
+        weight, *adapter = (self.tensors[name][:, self.sizes.qk_head_dim :] for name in self.tensors if name != "a")
         out = torch.einsum("nhl,hvl->nhv", means, weight)
         return out + torch.einsum("nhr,hvr->nhv", means @ self.tensors["a"].T, *adapter) if adapter else out
 
     def groups(self, num_keys: int) -> list[slice]:
         """The heads that are expanded at a time."""
-        count, size = len(self.tensors["weight"]), self.tensors["weight"].element_size()
-        heads = self.sizes.heads_at_once(num_keys, count, size)
+        count = len(self.tensors["weight"])
+        heads = self.sizes.heads_at_once(num_keys, count, self.tensors["weight"].element_size())
         return [slice(first, first + heads) for first in range(0, count, heads)]
 
     def rows(self, latents: Tensor) -> Tensor:
@@ -65,18 +67,18 @@ class Expansion(NamedTuple):
             part.copy_(tensor)
         return matrices
 
-    def sums(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def sums(self, dtype: torch.dtype) -> Named:
         """Zeros for the gradients of those tensors that need one, or the weight's buffer."""
         zeros = {name: torch.zeros_like(x, dtype=dtype) for name, x in self.tensors.items() if x.requires_grad}
         return zeros if self.buffer is None else zeros | {"weight": self.buffer}
 
-    def add_matrices(self, sums: dict[str, Tensor], heads: slice, grad: Tensor) -> None:
+    def add_matrices(self, sums: Named, heads: slice, grad: Tensor) -> None:
         """Add the gradient of ``matrices`` [2, h, K, W]."""
         for part, total in self._parts(grad, sums, heads):
             total += part
 
-    def of_latents(self, grad: Tensor, rows: Tensor, sums: dict[str, Tensor]) -> Tensor:
-        """The gradient of latents [M, 1, L + R] of that of their ``rows`` [M, W]; adds that of A."""
+    def of_latents(self, grad: Tensor, rows: Tensor, sums: Named) -> Tensor:
+        """The gradient of latents [M, 1, L + R] by that of their ``rows`` [M, W]; adds that of A."""
         if "a" in self.tensors:
             rank, size = self.tensors["a"].shape
             latent, inner, position = (x.contiguous() for x in grad.tensor_split([size, size + rank], dim=1))
@@ -87,23 +89,25 @@ class Expansion(NamedTuple):
             grad = torch.cat([latent, position], dim=1)
         return grad.unsqueeze(1)
 
-    def backward(self, sums: dict[str, Tensor]) -> None:
+    def backward(self, sums: Named) -> None:
         """Let the gradients of the tensors reach the parameters."""
+        tensors = [self.tensors[name] for name in sums]
         # A weight with a buffer has its gradient there; what autograd gets for it is not read.
-        grads = [self.tensors[name].detach() if x is self.buffer else x.to(self.tensors[name].dtype)
-                 for name, x in sums.items()]  # fmt: skip
+        grads = [x.detach() if total is self.buffer else total.to(x.dtype)
+                 for x, total in zip(tensors, sums.values(), strict=True)]  # fmt: skip
         if sums:
-            torch.autograd.backward([self.tensors[name] for name in sums], grads)
+            torch.autograd.backward(tensors, grads)
 
-    @property
-    def _of_heads(self) -> list[str]:
-        return [name for name in ("weight", "b") if name in self.tensors]
-
-    def _parts(self, matrices: Tensor, tensors: dict[str, Tensor], heads: slice) -> Iterator[tuple[Tensor, Tensor]]:
+    def _parts(self, matrices: Tensor, tensors: Named, heads: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of matrices [2, h, K, W], each with that of the tensors which it is of."""
         content, latent, rank = self.sizes.qk_head_dim, self.sizes.kv_lora_rank, len(self.tensors.get("a", ()))
         for name, columns in (("weight", slice(latent)), ("b", slice(latent, latent + rank))):
             if name in tensors:
-                of_heads = tensors[name][heads].detach()
+                of_heads = tensors[name][heads]
                 yield matrices[0, :, :content, columns], of_heads[:, :content]
                 yield matrices[1, :, : self.sizes.v_head_dim, columns], of_heads[:, content:]
+
+
+def expanded(rows: Tensor, matrices: Tensor) -> list[Tensor]:
+    """Keys and values [M, h, K] of ``rows`` [M, W] by ``matrices`` [2, h, K, W]."""
+    return [F.linear(rows, matrix.flatten(0, 1)).view(len(rows), *matrix.shape[:2]) for matrix in matrices]

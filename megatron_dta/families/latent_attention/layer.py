@@ -45,7 +45,7 @@ from megatron_dta.core.model.layers.lora import SUFFIX
 from megatron_dta.core.model.main_grad import MainGradColumnParallelLinear, main_grad_of, output_rows
 from megatron_dta.core.model.rotary import rotary_tables
 from megatron_dta.families.latent_attention.decoding import attend_latents
-from megatron_dta.families.latent_attention.expansion import Expansion
+from megatron_dta.families.latent_attention.expansion import Expansion, expanded
 from megatron_dta.families.latent_attention.path_attention import attend_on_path
 
 # Of the norms of latents: transformers' classes have it fixed, whatever config.json says of the other norms.
@@ -111,43 +111,24 @@ class LatentAttention(MegatronModule):
             )
         self.linear_kv_down_proj = self._linear(submodules.linear_kv_down_proj, config.hidden_size, sizes.slot)
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent, complete)
+        expanded_size = heads * (sizes.qk_head_dim + sizes.v_head_dim)
         self.linear_kv_up_proj = self._linear(
-            submodules.linear_kv_up_proj,
-            latent,
-            heads * (sizes.qk_head_dim + sizes.v_head_dim),
-            complete,
-            disable_grad_reduce=True,
+            submodules.linear_kv_up_proj, latent, expanded_size, complete, disable_grad_reduce=True
         )
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            heads * sizes.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            tp_group=self.tp_group,
-        )
+        self.linear_proj = self._linear(
+            submodules.linear_proj, heads * sizes.v_head_dim, config.hidden_size,
+            init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True,
+        )  # fmt: skip
 
     def _linear(
         self, module: Any, inputs: int, outputs: int, config: TransformerConfig | None = None, **options: Any
     ) -> torch.nn.Module:
-        return build_module(
-            module,
-            inputs,
-            outputs,
-            config=config or self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-            **options,
+        common = dict(
+            config=config or self.config, init_method=self.config.init_method, bias=False, skip_bias_add=False
         )
+        if "input_is_parallel" not in options:
+            common["gather_output"] = False
+        return build_module(module, inputs, outputs, is_expert=False, tp_group=self.tp_group, **common | options)
 
     def _norm(self, module: Any, size: int, config: TransformerConfig) -> torch.nn.Module:
         return build_module(module, config=config, hidden_size=size, eps=LATENT_NORM_EPSILON)
@@ -168,7 +149,7 @@ class LatentAttention(MegatronModule):
         """
         context = check_context(packed_seq_params)
         tables = context.rotary_tables or rotary_tables(rotary_pos_emb, self.config)
-        query, latents = self._queries(hidden_states, tables), self._latents(hidden_states, tables)
+        query, latents = self._queries_and_latents(hidden_states, tables)
         # Padding tokens of sequence parallelism attend to nothing, and no token attends to them.
         rows, n = query.shape[0], context.position_ids.shape[0]
         out = self._attend(context, query[:n], latents[:n])
@@ -183,42 +164,33 @@ class LatentAttention(MegatronModule):
         if isinstance(context, SegmentContext):
             out = attend_on_path(context, number, query, latents, self.expansion, scale)
         else:
-            out = context.attend(number, query, *self.expanded(latents), scale)
+            expansion = self.expansion(in_buffer=False)
+            heads = expanded(expansion.rows(latents), expansion.matrices(slice(None)))
+            out = context.attend(number, query, *heads, scale)
         return out[..., : self.sizes.v_head_dim]
 
-    def _queries(self, hidden_states: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries [n, H, K] with rotated positions."""
-        if self.sizes.q_lora_rank is None:
+    def _queries_and_latents(self, hidden_states: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries [n, H, K] and, the same on every rank, normed latents with rotated keys [n, 1, L + R]."""
+        sizes, group = self.sizes, self.tp_group
+        if sizes.q_lora_rank is None:
             rows = self.linear_q_proj(hidden_states)[0]
         else:
-            down = gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0], self.tp_group)
+            down = gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0], group)
             rows = self.linear_q_up_proj(self.q_layernorm(down))[0]
-        content, position = rows.view(len(rows), self.num_heads, -1).split(
-            [self.sizes.qk_head_dim, self.sizes.qk_pos_emb_head_dim], dim=-1
-        )
-        return torch.cat([content, rotated(position, tables)], dim=-1)
+        rows, positions = rows.view(len(rows), self.num_heads, -1), [sizes.qk_pos_emb_head_dim]
+        content, of_query = rows.split([sizes.qk_head_dim, *positions], dim=-1)
+        down = gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0], group)
+        latent, of_key = down.split([sizes.kv_lora_rank, *positions], dim=-1)
+        position = rotated(torch.cat([of_query, of_key], dim=1), tables)
+        latents = torch.cat([self.kv_layernorm(latent), position[:, -1:]], dim=-1)
+        query = torch.cat([content, position[:, :-1]], dim=-1)
+        return query, copy_to_tensor_model_parallel_region(latents, group)
 
-    def _latents(self, hidden_states: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Normed latents and rotated keys [n, 1, L + R], the same on every rank."""
-        down = gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0], self.tp_group)
-        latent, position = down.split([self.sizes.kv_lora_rank, self.sizes.qk_pos_emb_head_dim], dim=-1)
-        rows = torch.cat([self.kv_layernorm(latent), rotated(position, tables)], dim=-1)
-        return copy_to_tensor_model_parallel_region(rows, self.tp_group)
-
-    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [M, H, K] of latents [M, 1, L + R]; values are padded with zeros to the size of a key."""
-        sizes = self.sizes
-        latent, position = latents.split([sizes.kv_lora_rank, sizes.qk_pos_emb_head_dim], dim=-1)
-        rows = self.linear_kv_up_proj(latent)[0].view(len(latents), self.num_heads, -1)
-        content, value = rows.split([sizes.qk_head_dim, sizes.v_head_dim], dim=-1)
-        key = torch.cat([content, position.expand(-1, self.num_heads, -1)], dim=-1)
-        return key, F.pad(value, (0, sizes.query_size - sizes.v_head_dim))
-
-    def expansion(self) -> Expansion:
-        """``linear_kv_up_proj`` and its adapter, by heads."""
+    def expansion(self, in_buffer: bool = True) -> Expansion:
+        """``linear_kv_up_proj`` and its adapter; ``in_buffer`` if the weight's gradient is to be added to its buffer."""
         linear, of_heads, buffer = self.linear_kv_up_proj, (self.num_heads, -1), None
         weight, adapter = linear.weight, getattr(self, "linear_kv_up_proj" + SUFFIX, None)
-        if isinstance(linear, MainGradColumnParallelLinear) and main_grad_of(weight) is not None:
+        if in_buffer and isinstance(linear, MainGradColumnParallelLinear) and main_grad_of(weight) is not None:
             buffer = weight.main_grad.unflatten(0, of_heads)
             weight = output_rows(weight, len(weight), is_embedding=False)
         tensors = {"weight": weight.unflatten(0, of_heads)}

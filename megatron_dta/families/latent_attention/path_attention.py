@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import dta_kernels.tree_attention.reference as reference
 from dta_kernels.layers.weight_gradients import add_weight_gradient
 from megatron_dta.core.model.attention.segment_context import SegmentContext
-from megatron_dta.families.latent_attention.expansion import Expansion
+from megatron_dta.families.latent_attention.expansion import Expansion, expanded
 
 Expand = Callable[[], Expansion]
 # Numbers of gradients of keys and values that are multiplied at once; 128 MiB in 16 bits.
@@ -53,10 +52,11 @@ class _PathAttention(torch.autograd.Function):
         segment.pool.layer(row).keys[segment.slots] = latents
         expansion = expand()
         rows = expansion.rows(segment.keys_and_values(row)[0])
-        outputs = [
-            _attend(segment, query[:, heads], *_expanded(rows, expansion.matrices(heads)), scale)
-            for heads in expansion.groups(len(rows))
-        ]
+        outputs = []
+        for heads in expansion.groups(len(rows)):
+            tensors = query[:, heads], *expanded(rows, expansion.matrices(heads))
+            outputs.append(_attend("tree_attention_forward", segment, tensors, scale))
+            del tensors
         out, lse = outputs[0] if len(outputs) == 1 else map(torch.cat, zip(*outputs, strict=True), (1, 0))
         segment.pool.finish(row, gradients=False)
         ctx.save_for_backward(query, out, lse)
@@ -72,9 +72,9 @@ class _PathAttention(torch.autograd.Function):
         rows = expansion.rows(segment.keys_and_values(ctx.row)[0])
         sums, grad_queries = expansion.sums(grad_keys.dtype), []
         for heads in expansion.groups(len(rows)):
-            matrices, of_heads = expansion.matrices(heads), (out[:, heads], lse[heads])
-            tensors = grad_out[:, heads], query[:, heads], *_expanded(rows, matrices), *of_heads
-            grad_query, *grads = _gradients(segment, tensors, ctx.scale)
+            matrices = expansion.matrices(heads)
+            tensors = grad_out[:, heads], query[:, heads], *expanded(rows, matrices), out[:, heads], lse[heads]
+            grad_query, *grads = _attend("tree_attention_backward", segment, tensors, ctx.scale)
             del tensors
             grad_queries.append(grad_query)
             of_matrices = torch.zeros_like(matrices, dtype=grad_keys.dtype)
@@ -86,12 +86,8 @@ class _PathAttention(torch.autograd.Function):
         expansion.backward(sums)
         grad_latents = grad_keys[segment.slots].to(query.dtype, copy=True)
         segment.pool.finish(ctx.row, gradients=True)
-        return torch.cat(grad_queries, 1), grad_latents, None, None, None, None
-
-
-def _expanded(rows: Tensor, matrices: Tensor) -> list[Tensor]:
-    """Keys and values [M, h, K] of ``rows`` [M, W] by ``matrices`` [2, h, K, W]."""
-    return [F.linear(rows, matrix.flatten(0, 1)).view(len(rows), *matrix.shape[:2]) for matrix in matrices]
+        grad_query = grad_queries[0] if len(grad_queries) == 1 else torch.cat(grad_queries, 1)
+        return grad_query, grad_latents, None, None, None, None
 
 
 def _gradients_of_rows(
@@ -110,29 +106,11 @@ def _gradients_of_rows(
         yield part, of_rows
 
 
-def _attend(
-    segment: SegmentContext, query: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [N, h, K] and log-sum-exp [h, N] over keys and values [M, h, K]."""
+def _attend(name: str, segment: SegmentContext, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, ...]:
+    """``tree_attention_forward`` or ``tree_attention_backward`` of some heads."""
     if segment.attention_plan is None:
-        indices = segment.query_index, segment.key_index, segment.key_end
-        return reference.tree_attention_forward(query, keys, values, *indices, scale)
-    from dta_kernels.tree_attention.launch import tree_attention_forward
+        return getattr(reference, name)(*tensors, segment.query_index, segment.key_index, segment.key_end, scale)
+    from dta_kernels.tree_attention import launch
 
-    ends, plan = segment.local_key_end, segment.attention_plan
-    return tree_attention_forward(query, keys, values, ends, plan, scale, segment.shared)
-
-
-def _gradients(segment: SegmentContext, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, and in at least float32 those of keys and values.
-
-    Args:
-        tensors: the output's gradient, queries, keys, values, output and log-sum-exp.
-    """
-    if segment.attention_plan is None:
-        indices = segment.query_index, segment.key_index, segment.key_end
-        return reference.tree_attention_backward(*tensors, *indices, scale)
-    from dta_kernels.tree_attention.launch import tree_attention_backward
-
-    ends, plan = segment.local_key_end, segment.attention_plan
-    return tree_attention_backward(*tensors, ends, plan, scale, None, segment.shared)
+    where = segment.local_key_end, segment.attention_plan, scale
+    return getattr(launch, name)(*tensors, *where, shared=segment.shared)

@@ -304,9 +304,10 @@ class DecodeSteps:
         return self._passes[key]
 
     def _width(self, burst: Burst) -> int:
-        """Pages of each row of latents: a power of two."""
-        longest = int((burst.starts + burst.counts + burst.steps - 1).max())
-        return 1 << (-(-longest // self._page_size) - 1).bit_length()
+        """Pages of each row of latents: the longest row's, to the next of four to eight steps up to a power of two."""
+        pages = -(-int((burst.starts + burst.counts + burst.steps - 1).max()) // self._page_size)
+        step = max(4, (1 << (pages - 1).bit_length()) // 8)
+        return -(-pages // step) * step
 
     def _static(self, num_tokens: int, run: int, width: int) -> StaticPass:
         """Inputs of a pass, see ``StaticPass``; ``width`` is that of ``StaticLatents``, or 0."""

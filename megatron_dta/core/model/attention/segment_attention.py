@@ -6,7 +6,7 @@ from the device, the dtype and the size of heads. For the kernels, a step then g
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from dta_kernels.tree_attention.config import MAX_HEAD_SIZE, supports
 from dta_kernels.tree_attention.plan import AttentionShape, TreeAttentionPlan, plan_tree_attention
 from megatron_dta.core.model.kernels import choose_triton
 from megatron_dta.core.planning.segments.plan import RootPaths, SegmentPlan
-from megatron_dta.core.shapes.mixer import Mixer
 
 FLAG = "tree_attention_impl"
+# The shape of an attention to a number of keys.
+ShapeOf = Callable[[int], AttentionShape]
 
 
 def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -46,17 +47,8 @@ class SegmentAttentionPlans:
     so it does not stay idle until all tables are made.
     """
 
-    def __init__(
-        self,
-        segments: SegmentPlan,
-        paths: RootPaths,
-        shape: AttentionShape,
-        device: torch.device,
-        latent: Mixer | None = None,
-    ) -> None:
-        """``latent`` has the sizes of an attention whose heads take turns on long paths."""
+    def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: ShapeOf, device: torch.device) -> None:
         self._segments, self._paths, self._shape, self._device = segments, paths, shape, device
-        self._latent = latent
         self._made: dict[int, TreeAttentionPlan] = {}
 
     def of_segment(self, segment: int) -> TreeAttentionPlan | None:
@@ -65,11 +57,7 @@ class SegmentAttentionPlans:
             ends = key_ends(self._segments, self._paths, segment)
             if not ends[1]:
                 return None
-            shape = self._shape
-            if self._latent is not None:
-                heads = self._latent.heads_at_once(len(ends[0]), shape.num_heads, shape.dtype.itemsize)
-                shape = replace(shape, num_heads=heads, num_groups=heads)
-            self._made[segment] = plan_tree_attention(*ends, shape, self._device)
+            self._made[segment] = plan_tree_attention(*ends, self._shape(len(ends[0])), self._device)
         return self._made[segment]
 
 

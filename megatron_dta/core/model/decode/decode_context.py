@@ -75,11 +75,7 @@ class DecodeContext(AttentionContext):
         keys_PSGD, values_PSGD = self.cache.keys[layer_number], self.cache.values[layer_number]
         if is_batch_invariant():
             return self._attend_runs(query, keys_PSGD, values_PSGD, scale)
-        return self.attend_pages(query, keys_PSGD, values_PSGD, scale)
-
-    def attend_pages(self, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
-        """``attend`` after the new tokens were written to the pages; a value may have another size than a key."""
-        outputs = [_attend_group(group, query[group.tokens], keys_PSGD, values_PSGD, scale) for group in self.groups]
+        outputs = [attend_group(group, query[group.tokens], keys_PSGD, values_PSGD, scale) for group in self.groups]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_runs(self, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
@@ -96,7 +92,8 @@ class DecodeContext(AttentionContext):
         return out
 
 
-def _attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
+def attend_group(group: RowGroup, query: Tensor, keys_PSGD: Tensor, values_PSGD: Tensor, scale: float) -> Tensor:
+    """Output of the group's tokens over keys and values in pages; a value may have another size than a key."""
     num_rows, kv_heads = group.pages.shape[0], keys_PSGD.shape[2]
     shared, head_size = query.shape[1] // kv_heads, query.shape[2]
     keys_BTGD = keys_PSGD[group.pages].flatten(1, 2)[:, : group.end]

@@ -51,20 +51,18 @@ def mixed_layer_bytes(
     Args:
         sizes: for layers without experts, and with them.
     """
-    counted = []
+    counted, parts = [], 1 if shape.hybrid_layer_pattern is None else 2
     for layer, count in shape.kinds(layers):
+        # A layer of one part has one norm and one residual instead of two.
         of_layer = sizes[shape.moe_layers[layer]]
-        if shape.hybrid_layer_pattern is not None:
-            # A layer of one part has one norm and one residual instead of two.
-            of_layer = of_layer._replace(hidden=of_layer.hidden / 2)
-        if not shape.feeds_forward(layer):
-            of_layer = of_layer._replace(ffn=(0.0, 0.0))
+        ffn = of_layer.ffn if shape.feeds_forward(layer) else (0.0, 0.0)
+        of_layer = of_layer._replace(hidden=of_layer.hidden / parts, ffn=ffn)
         if shape.has_mixer(layer):
             counted.append((count, shape.mixer.layer_bytes(of_layer, fused)))
         elif shape.mixes(layer):
             counted.append((count, _attention_bytes(shape, of_layer, fused)))
         else:
-            size, ffn = of_layer.element_bytes, of_layer.ffn
+            size = of_layer.element_bytes
             stream = 2 * size if fused else 2 * size + 4 * max(4, size)
             counted.append((count, LayerBytes(stream * of_layer.hidden + ffn[0], ffn[1])))
     kept = sum(count * of_kind.kept for count, of_kind in counted) / len(layers)
