@@ -115,7 +115,7 @@ def counted_bytes(
         kv_offload_fraction=states.kv_offload_fraction,
     )
     # Fixed bytes are in FIXED_BYTES.
-    counted = replace(SegmentBytes.of_kinds(shape, rank, layers or range(shape.num_layers)), work_fixed=0.0, fixed=0.0)
+    counted = replace(SegmentBytes.of_shape(shape, rank, layers), work_fixed=0.0, fixed=0.0)
     if not states.full_recompute:
         return counted
     # Each layer keeps its input, and holds its activations while it is recomputed.

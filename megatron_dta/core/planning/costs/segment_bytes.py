@@ -144,7 +144,8 @@ class SegmentBytes:
         Args:
             shape: the decoder; its experts must run as grouped products on the kernels.
             rank: how a rank holds its tensors; None for the defaults.
-            layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them.
+            layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them, and working
+                memory is that of the largest kind.
         """
         from megatron_dta.core.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
 
@@ -183,10 +184,9 @@ class SegmentBytes:
         if has_experts:
             attention = element_bytes * (2 * hidden + mixed + query) + statistics
             of_experts, spread = _expert_bytes(shape, rank, is_function)
-            # Layers of both kinds count as the larger one.
-            share = 0 if all(moe_layers) else 1
-            kept = max(attention + of_experts[0], share * kept)
-            work = max(attention, of_experts[1], share * work) + whole_rows
+            share, of_routed = sum(moe_layers) / len(moe_layers), max(attention, of_experts[1]) + whole_rows
+            kept = share * (attention + of_experts[0]) + (1 - share) * kept
+            work = of_routed if share == 1 else max(of_routed, work + whole_rows)
         if shape.mixer is not None or shape.hybrid_layer_pattern is not None:
             parts = (element_bytes * wide, element_bytes * (ffn + 3 * width)), of_experts
             parts = [(kept, work + whole_rows) for kept, work in parts]
@@ -212,26 +212,6 @@ class SegmentBytes:
         if fused_attention:
             counted = counted._with_scores(query, 0 if path else groups, heads, element_bytes)
         return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
-
-    @classmethod
-    def of_kinds(cls, shape: DecoderShape, rank: RankTensors, layers: Sequence[int]) -> SegmentBytes:
-        """``of_shape`` with layers of each kind counted apart: coefficients per layer are means over ``layers``, and
-        working memory is that of the largest kind.
-        """
-        if shape.hybrid_layer_pattern is not None:
-            return cls.of_shape(shape, rank, layers)
-        kept = work = spread = 0.0
-        for layer, count in shape.kinds(layers):
-            if shape.moe_layers[layer]:
-                of_layer = cls.of_shape(replace(shape, moe_layers=(True,) * shape.num_layers), rank, layers)
-            else:
-                width = shape.layer_width(layer)
-                dense = replace(shape, ffn_hidden_size=width, num_experts=None, moe_layers=())
-                of_layer = cls.of_shape(dense, rank, layers)
-            kept += of_layer.kept_per_token_and_layer * count / len(layers)
-            work = max(work, of_layer.work_per_token)
-            spread = max(spread, of_layer.spread_per_token)
-        return replace(of_layer, kept_per_token_and_layer=kept, work_per_token=work, spread_per_token=spread)
 
     def _over_context(self, rank: RankTensors, shape: DecoderShape, is_function: bool) -> SegmentBytes:
         """The same bytes if context ranks divide the tokens, and the heads inside attention."""
