@@ -69,8 +69,8 @@ class Mixer:
         """Raise ``InputError`` where ``ModelConfig`` or ``ParallelConfig`` conflict with it."""
         raise NotImplementedError
 
-    def layer_bytes(self, sizes: LayerSizes, fused: bool) -> LayerBytes:
-        """Bytes of a token in a layer of this kind, its feed-forward part included; ``fused`` as in ``RankTensors``."""
+    def layer_bytes(self, sizes: LayerSizes) -> LayerBytes:
+        """Bytes of a token in a layer of this kind on the kernels, its feed-forward part included."""
         raise NotImplementedError
 
     # Of kinds without a recurrence.
@@ -99,7 +99,7 @@ class Mixer:
         """How many of a rank's heads attend to a path at a time."""
         return num_heads
 
-    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int, on_kernels: bool) -> Any:
+    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int) -> Any:
         """Working memory of segments for the ``tokens`` on their paths, a number or an array."""
         return 0
 

@@ -21,7 +21,6 @@ class RecurrentMixer(Mixer):
         of_heads: sections with a number for each head.
         head_vectors: parameters with a number for each head.
         has_filter_bias: whether the convolution has a bias.
-        recomputes_norm: whether the norm in plain PyTorch keeps its inputs only.
         scales_values: whether values are what was filtered times a number of the head.
         passes: products of a token with its state: reads, and updates.
     """
@@ -32,7 +31,6 @@ class RecurrentMixer(Mixer):
     of_heads: ClassVar[tuple[str, ...]]
     head_vectors: ClassVar[tuple[str, ...]]
     has_filter_bias: ClassVar[bool] = False
-    recomputes_norm: ClassVar[bool] = False
     scales_values: ClassVar[bool] = False
     passes: ClassVar[int]
 
@@ -109,30 +107,19 @@ class RecurrentMixer(Mixer):
                 return f"{flags} does not divide {name} {count}; lower it to a divisor of {count}"
         return None
 
-    def layer_bytes(self, sizes: LayerSizes, fused: bool) -> LayerBytes:
-        """On the kernels it keeps its input, the projected rows, the filtered rows, values if they are scaled, the
-        output of the rule and the gated output, and the rest of the layer the residual stream and what its feed-forward
-        layer keeps. Its backward holds the products of the rule's chunks, their gradients and those of the rows.
+    def layer_bytes(self, sizes: LayerSizes) -> LayerBytes:
+        """It keeps its input, the projected rows, the filtered rows, values if they are scaled, the output of the rule
+        and the gated output, and the rest of the layer the residual stream and what its feed-forward layer keeps. Its
+        backward holds the products of the rule's chunks, their gradients and those of the rows.
 
-        Plain modules keep the inputs of each of their operations. The rule in plain PyTorch holds about ten matrices of
-        a chunk's tokens by its tokens for each head. Runs that are shorter than the chunks of their level need as much
-        as full chunks, which is not counted.
+        Runs that are shorter than the chunks of their level need as much as full chunks, which is not counted.
         """
         element_bytes, tensor_size, hidden, ffn = sizes
         channels, values, heads = (width / tensor_size for width in (self.channels, self.value_width, self.num_heads))
         keys, chunk_states = heads * self.head_state[0], self.state / tensor_size / _CHUNK
         rows = channels + values + len(self.of_heads) * heads
-        if fused:
-            around = 2 * hidden + ffn[0] / element_bytes
-            kept = element_bytes * (around + rows + channels + (2 + self.scales_values) * values) + 28 * heads
-            rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
-            filters = 8 * channels + element_bytes * 2 * channels
-            return LayerBytes(kept, max(rule + element_bytes * rows, filters + element_bytes * rows, ffn[1]))
-        accumulator = max(4, element_bytes)
-        # The norm computes in float64 unless the model is in 16 bits.
-        of_norm = 4 if element_bytes < 4 else 8
-        around = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
-        norm = (4 * element_bytes if self.recomputes_norm else 6 * of_norm) * values
-        kept = around + 2 * element_bytes * channels + norm + (6 * accumulator + of_norm) * heads
-        rule = accumulator * (11 * (_CHUNK * heads + keys) + 6 * values + 4 * chunk_states)
-        return LayerBytes(kept + 64, max(rule + 8 * element_bytes * rows, 8 * of_norm * values, ffn[1]))
+        around = 2 * hidden + ffn[0] / element_bytes
+        kept = element_bytes * (around + rows + channels + (2 + self.scales_values) * values) + 28 * heads
+        rule = element_bytes * (2 * channels + 5 * keys + 6 * values + 2 * chunk_states + 2 * _CHUNK * heads)
+        filters = 8 * channels + element_bytes * 2 * channels
+        return LayerBytes(kept, max(rule + element_bytes * rows, filters + element_bytes * rows, ffn[1]))

@@ -187,7 +187,7 @@ class LatentAttention(MegatronModule):
         return query, copy_to_tensor_model_parallel_region(latents, group)
 
     def expansion(self, in_buffer: bool = True) -> Expansion:
-        """``linear_kv_up_proj`` and its adapter; ``in_buffer`` if the weight's gradient is to be added to its buffer."""
+        """``linear_kv_up_proj`` and its adapter; ``in_buffer`` if the weight's gradient goes to its buffer."""
         linear, of_heads, buffer = self.linear_kv_up_proj, (self.num_heads, -1), None
         weight, adapter = linear.weight, getattr(self, "linear_kv_up_proj" + SUFFIX, None)
         if in_buffer and isinstance(linear, MainGradColumnParallelLinear) and main_grad_of(weight) is not None:

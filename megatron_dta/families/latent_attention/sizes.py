@@ -10,8 +10,6 @@ import numpy as np
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer
 
-# Queries of a block of the plain attention on a CPU.
-_BLOCK = 128
 # Bytes of the keys and values of several heads on a path, and of their gradients.
 _MOST_EXPANDED = 1 << 30
 
@@ -109,20 +107,15 @@ class Sizes(Mixer):
             if is_set:
                 raise InputError(f"latent_attention does not support {what}; leave one of them out")
 
-    def layer_bytes(self, sizes: LayerSizes, fused: bool) -> LayerBytes:
+    def layer_bytes(self, sizes: LayerSizes) -> LayerBytes:
         """A layer keeps its input and its normed input, the residual stream, latents before their norms and those of
         queries behind it, queries, attention's output with and without padding, and what its feed-forward part keeps.
-        In plain PyTorch norms compute in the accumulators' dtype.
         """
         element_bytes, tensor_size, hidden, ffn = sizes
-        accumulator, heads, low = max(4, element_bytes), self.num_heads / tensor_size, self.q_lora_rank or 0
+        accumulator, heads = max(4, element_bytes), self.num_heads / tensor_size
         outputs = self.query_size + (self.v_head_dim if self.v_head_dim < self.query_size else 0)
-        kept = heads * (element_bytes * (self.query_size + outputs) + accumulator) + ffn[0]
-        if fused:
-            kept += element_bytes * (3 * hidden + self.slot + 2 * low) + 16
-        else:
-            kept += (element_bytes + 2 * accumulator) * (self.kv_lora_rank + low)
-            kept += (2 * element_bytes + 4 * accumulator) * hidden
+        kept = heads * (element_bytes * (self.query_size + outputs) + accumulator) + ffn[0] + 16
+        kept += element_bytes * (3 * hidden + self.slot + 2 * (self.q_lora_rank or 0))
         work = element_bytes * (6 * heads * self.query_size + 4 * self.slot) + accumulator * heads * self.query_size
         return LayerBytes(kept, max(ffn[1], work))
 
@@ -135,15 +128,11 @@ class Sizes(Mixer):
         """Of a token on a path: a head's key and value and their gradients."""
         return 2 * self.query_size * (element_bytes + max(4, element_bytes))
 
-    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int, on_kernels: bool) -> Any:
-        """Latents of the path and gradients of them, and of the heads that attend at a time keys and values with their
-        gradients. Without kernels also a block of scores, and keys and values in the accumulators' dtype.
-        """
-        accumulator, of_head = max(4, element_bytes), self._head_bytes(element_bytes) * tokens
+    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int) -> Any:
+        """Latents of the path and their gradients; of the heads that attend at a time keys, values and gradients."""
+        of_head = self._head_bytes(element_bytes) * tokens
         expanded = np.minimum(self.num_heads / tensor_size * of_head, np.maximum(of_head, _MOST_EXPANDED))
-        if not on_kernels:
-            expanded = expanded * (1 + accumulator * (2 * self.query_size + 3 * _BLOCK) * tokens / of_head)
-        return (element_bytes + accumulator) * self.slot * tokens + expanded
+        return (element_bytes + max(4, element_bytes)) * self.slot * tokens + expanded
 
 
 def _is_plain(model: Any) -> bool:

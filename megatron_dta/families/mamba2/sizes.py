@@ -18,7 +18,6 @@ class Sizes(RecurrentMixer):
     of_heads: ClassVar[tuple[str, ...]] = ("dt",)
     head_vectors: ClassVar[tuple[str, ...]] = ("dt_bias", "A_log", "D")
     has_filter_bias: ClassVar[bool] = True
-    recomputes_norm: ClassVar[bool] = True
     scales_values: ClassVar[bool] = True
     passes: ClassVar[int] = 2
 

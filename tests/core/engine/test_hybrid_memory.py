@@ -42,7 +42,7 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
     built.load_state_dict(weights)
     engine, recomputed = TreeEngine(built, TEMPERATURE, 5), []
     tree = replace(tree_config("dta", 8), tree_memory_gib=1.0)
-    for mib in (1.2, 64.0):
+    for mib in (0.8, 64.0):
         engine.limit_memory(mib / 1024, 0.0)
         batch = prepare_batch(samples, tree, pipeline=engine.pipeline(8))
         shape, pools = engine.pipeline(8), StageRun(engine, batch, GRPO).states[0].pool
@@ -63,23 +63,15 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
         prepare_batch(samples, tree, pipeline=engine.pipeline(8))
 
 
-@pytest.mark.parametrize(
-    ("layers", "dtype", "more", "heads"),
-    [
-        ("M*-M", torch.float64, {}, {}),
-        pytest.param("EM*-ME", torch.float32, dict(fused_layer_impl="triton"), {}, marks=interpreter),
-        ("[1,0]", torch.float64, {}, dict(linear_num_value_heads=8)),
-        ("[1,0]", torch.bfloat16, dict(kv_channels=24), dict(linear_key_head_dim=48)),
-    ],
-)
-def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more: dict, heads: dict) -> None:
-    shape = dict(num_layers=layers.count(",") + 1, mixer_layer_freq=layers)
-    settings = HYBRID | SIZES | more | shape | dict(mixer=replace(HYBRID["mixer"], **HEADS | heads))
+@interpreter
+@pytest.mark.parametrize("layers", ["EM*-ME", "[1,0]"])
+def test_no_layer_keeps_more_than_is_counted(layers: str) -> None:
+    settings = HYBRID | SIZES | dict(num_layers=2, mixer_layer_freq=layers, mixer=replace(HYBRID["mixer"], **HEADS))
     if "M" in layers:
         mixer = replace(NEMOTRON["mixer"], mamba_head_dim=8, mamba_state_dim=16)
-        experts = dict(moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64) if "E" in layers else {}
-        settings = (NEMOTRON_EXPERTS if experts else NEMOTRON) | SIZES | experts | more
+        settings = NEMOTRON_EXPERTS | SIZES | dict(moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64)
         settings |= dict(num_layers=len(layers), hybrid_layer_pattern=layers, mixer=mixer)
+    settings["fused_layer_impl"], dtype = "triton", torch.float32
     model, tokens = model_config(dtype, **settings), 256
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)
@@ -92,11 +84,7 @@ def test_no_op_holds_more_than_is_counted(layers: str, dtype: torch.dtype, more:
     gc.freeze()  # collections then look only at what the ops make
     with mode:
         run.walk()
-    forward, backward = (run.clock.ops[kind, 0] for kind in (OpKind.FORWARD, OpKind.BACKWARD))
-    sizes = engine.counted_bytes()
-    activations, working = sizes.kept(model.num_layers) * tokens, float(sizes.work(tokens, tokens))
-    parts = forward.filled / activations, forward.peak / (activations + working), backward.peak / working
-    print("parts of what is counted: kept, most in the forward, most in the backward:", parts)
-    assert (0.8 if layers == "M*-M" else 0.93) <= parts[0] <= 1
-    # The recurrence is that of a CPU, which computes with wider numbers than the kernels.
-    assert max(parts[1:]) <= (2 if "E" in layers else 1)
+    forward, sizes = run.clock.ops[OpKind.FORWARD, 0], engine.counted_bytes()
+    kept = forward.filled / (sizes.kept(model.num_layers) * tokens)
+    print(f"{kept:.3f} of what is counted as kept")
+    assert 0.92 <= kept <= 1

@@ -144,7 +144,7 @@ class SegmentBytes:
         Args:
             shape: the decoder; its experts must run as grouped products on the kernels.
             rank: how a rank holds its tensors; None for the defaults.
-            layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them, and working
+            layers: the layers that it has, from 0; None for all. Coefficients per layer are means over them, working
                 memory is that of the largest kind.
         """
         from megatron_dta.core.planning.costs.state_bytes import LayerSizes, mixed_layer_bytes
@@ -191,8 +191,8 @@ class SegmentBytes:
             parts = (element_bytes * wide, element_bytes * (ffn + 3 * width)), of_experts
             parts = [(kept, work + whole_rows) for kept, work in parts]
             sizes = [LayerSizes(element_bytes, tensor_size, hidden, of_part) for of_part in parts]
-            kept, work = mixed_layer_bytes(shape, sizes, fused, layers or range(shape.num_layers))
-        sizes = dict(element_bytes=element_bytes, tensor_size=tensor_size, on_kernels=fused_attention)
+            kept, work = mixed_layer_bytes(shape, sizes, layers or range(shape.num_layers))
+        sizes = dict(element_bytes=element_bytes, tensor_size=tensor_size)
         path = partial(shape.mixer.path_bytes, **sizes) if shape.keeps_rows else None
         # Input and output of the last norm (recomputed if fused), rows of logits' hidden states; tables of positions.
         last = 3 if is_direct else 2 if fused and has_experts else 4

@@ -21,32 +21,22 @@ from megatron_dta.core.shapes.decoder import DecoderShape
 from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes
 
 
-def _attention_bytes(shape: DecoderShape, sizes: LayerSizes, fused: bool) -> LayerBytes:
+def _attention_bytes(shape: DecoderShape, sizes: LayerSizes) -> LayerBytes:
     """Bytes of a token in a layer with attention of a hybrid model.
 
-    On the kernels it keeps the queries before their norm and rotated, its output and the gated output, and in float32
-    the two factors of the latter; without a gate the mixed rows and the output. Plain modules keep the inputs of each
-    of their operations.
+    It keeps the queries before their norm and rotated, its output and the gated output, and in float32 the two factors
+    of the latter; without a gate the mixed rows and the output.
     """
     element_bytes, tensor_size, hidden, ffn = sizes
     query, kv = shape.query_width / tensor_size, shape.kv_width / tensor_size
-    heads = shape.num_attention_heads / tensor_size
-    if fused and not shape.attention_output_gate:
-        kept = element_bytes * (2 * hidden + 2 * query + 2 * kv) + ffn[0] + 4 * heads
-        return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query))
-    if fused:
-        kept = element_bytes * (2 * hidden + 4 * query + 2 * kv) + ffn[0] + 8 * query + 4 * heads
-        return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query + 8 * query))
-    accumulator = max(4, element_bytes)
-    kept = (2 * element_bytes + 4 * accumulator) * hidden + ffn[0]
-    kept += (8 * element_bytes + 2 * accumulator) * query + 2 * accumulator * kv + 8 * heads + 64
-    return LayerBytes(kept, max(ffn[1], element_bytes * 6 * (query + kv) + 2 * accumulator * query))
+    gated = shape.attention_output_gate
+    kept = element_bytes * (2 * hidden + (4 if gated else 2) * query + 2 * kv) + ffn[0] + 8 * gated * query
+    kept += 4 * shape.num_attention_heads / tensor_size
+    return LayerBytes(kept, max(ffn[1], element_bytes * 6 * query + 8 * gated * query))
 
 
-def mixed_layer_bytes(
-    shape: DecoderShape, sizes: Sequence[LayerSizes], fused: bool, layers: Sequence[int]
-) -> LayerBytes:
-    """What ``layers`` keep on average, and the working memory of the largest kind.
+def mixed_layer_bytes(shape: DecoderShape, sizes: Sequence[LayerSizes], layers: Sequence[int]) -> LayerBytes:
+    """What ``layers`` keep on average, and the working memory of the largest kind. In plain PyTorch they take more.
 
     Args:
         sizes: for layers without experts, and with them.
@@ -58,13 +48,11 @@ def mixed_layer_bytes(
         ffn = of_layer.ffn if shape.feeds_forward(layer) else (0.0, 0.0)
         of_layer = of_layer._replace(hidden=of_layer.hidden / parts, ffn=ffn)
         if shape.has_mixer(layer):
-            counted.append((count, shape.mixer.layer_bytes(of_layer, fused)))
+            counted.append((count, shape.mixer.layer_bytes(of_layer)))
         elif shape.mixes(layer):
-            counted.append((count, _attention_bytes(shape, of_layer, fused)))
+            counted.append((count, _attention_bytes(shape, of_layer)))
         else:
-            size = of_layer.element_bytes
-            stream = 2 * size if fused else 2 * size + 4 * max(4, size)
-            counted.append((count, LayerBytes(stream * of_layer.hidden + ffn[0], ffn[1])))
+            counted.append((count, LayerBytes(2 * of_layer.element_bytes * of_layer.hidden + ffn[0], ffn[1])))
     kept = sum(count * of_kind.kept for count, of_kind in counted) / len(layers)
     return LayerBytes(kept, max(of_kind.work for _, of_kind in counted))
 
