@@ -99,7 +99,7 @@ class Mixer:
         """How many of a rank's heads attend to a path at a time."""
         return num_heads
 
-    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int) -> Any:
+    def path_bytes(self, element_bytes: int, tensor_size: int, tokens: Any) -> Any:
         """Working memory of segments for the ``tokens`` on their paths, a number or an array."""
         return 0
 

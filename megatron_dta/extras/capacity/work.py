@@ -55,12 +55,9 @@ class ReplicaWork:
 
     @classmethod
     def of(
-        cls,
-        segments: SegmentPlan | MergedSegmentTree,
-        counts: tuple[np.ndarray, np.ndarray, np.ndarray],
-        segment_tokens: int,
-        alone: ReplicaWork | None = None,
-    ) -> ReplicaWork:
+        cls, segments: SegmentPlan | MergedSegmentTree, counts: tuple[np.ndarray, np.ndarray, np.ndarray],
+        segment_tokens: int, alone: ReplicaWork | None = None,
+    ) -> ReplicaWork:  # fmt: skip
         """The work of planned segments."""
         return cls(
             *(int(values.sum()) for values in counts),

@@ -128,7 +128,7 @@ class Sizes(Mixer):
         """Of a token on a path: a head's key and value and their gradients."""
         return 2 * self.query_size * (element_bytes + max(4, element_bytes))
 
-    def path_bytes(self, tokens: Any, element_bytes: int, tensor_size: int) -> Any:
+    def path_bytes(self, element_bytes: int, tensor_size: int, tokens: Any) -> Any:
         """Latents of the path and their gradients; of the heads that attend at a time keys, values and gradients."""
         of_head = self._head_bytes(element_bytes) * tokens
         expanded = np.minimum(self.num_heads / tensor_size * of_head, np.maximum(of_head, _MOST_EXPANDED))

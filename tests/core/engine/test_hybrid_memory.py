@@ -27,7 +27,6 @@ from triton_device import interpreter
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
 SIZES = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16, max_position_embeddings=512)
-HEADS = dict(linear_key_head_dim=16, linear_value_head_dim=16)
 
 
 def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
@@ -66,13 +65,13 @@ def test_a_comb_of_many_forks_within_a_limit_has_the_same_gradients() -> None:
 @interpreter
 @pytest.mark.parametrize("layers", ["EM*-ME", "[1,0]"])
 def test_no_layer_keeps_more_than_is_counted(layers: str) -> None:
-    settings = HYBRID | SIZES | dict(num_layers=2, mixer_layer_freq=layers, mixer=replace(HYBRID["mixer"], **HEADS))
+    mixer = replace(HYBRID["mixer"], linear_key_head_dim=16, linear_value_head_dim=16)
+    settings = HYBRID | SIZES | dict(num_layers=2, mixer_layer_freq=layers, mixer=mixer)
     if "M" in layers:
         mixer = replace(NEMOTRON["mixer"], mamba_head_dim=8, mamba_state_dim=16)
         settings = NEMOTRON_EXPERTS | SIZES | dict(moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=64)
         settings |= dict(num_layers=len(layers), hybrid_layer_pattern=layers, mixer=mixer)
-    settings["fused_layer_impl"], dtype = "triton", torch.float32
-    model, tokens = model_config(dtype, **settings), 256
+    model, tokens = model_config(torch.float32, **settings, fused_layer_impl="triton"), 256
     wrapped = Wrapped(model, weights_of(model, seed=3), DIRECT)
     engine, rng, tree = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 16), seed_all(4), tree_config("dta", tokens)
     sample = TrainingSample(rng.integers(0, VOCABULARY, tokens).astype(np.int32), np.arange(tokens) > tokens - 3)

@@ -9,10 +9,7 @@ from conftest import seed_all
 from latent_cases import ADAPTERS, MODELS, latent_weights
 from lora_cases import is_adapter
 from main_grad_cases import BY_AUTOGRAD, DIRECT, Wrapped, distance
-from megatron_dta.core.engine import TreeEngine, prepare_batch
-from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.attention.kv_pool import KVPool
-from megatron_dta.core.model.build import build_model
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.families.latent_attention import path_attention, sizes
 from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
@@ -120,12 +117,3 @@ def test_a_lost_gradient_would_be_seen(references, monkeypatch):
     errors = compare_outcomes(outcome, expected)
     assert errors.logprob < 1e-12
     assert errors.gradient > 1e-4
-
-
-def test_the_pool_keeps_latents_only(references):
-    model, _, samples, _ = references["deepseek"]
-    batch = prepare_batch(samples, tree_config("dta", 6))
-    (pool,) = StageRun(TreeEngine(build_model(model, torch.device("cpu"))), batch, GRPO).pools
-    slots = pool.keys_LSGD.shape[1]
-    assert pool.keys_LSGD.shape == pool.grad_keys_LSGD.shape == (2, slots, 1, 12 + 4)
-    assert pool.values_LSGD.numel() == pool.grad_values_LSGD.numel() == 0

@@ -31,17 +31,15 @@ from triton_device import interpreter
 
 SFT = make_objective(ObjectiveConfig(objective="sft"))
 EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+MIXED = {"moe_layer_freq": [0, 1]}
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT_MESHES = {
     "ep2 over tp2, shared": ParallelConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1, **TP),
     "etp2": ParallelConfig(**TP),
 }
-LATENT = dict(
-    mixer=Sizes(num_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_head_dim=12, qk_pos_emb_head_dim=4, v_head_dim=8),
-    num_query_groups=4,
-    untie_embeddings_and_output_weights=True,
-)
+HEADS = Sizes(num_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_head_dim=12, qk_pos_emb_head_dim=4, v_head_dim=8)
+LATENT = dict(mixer=HEADS, num_query_groups=4, untie_embeddings_and_output_weights=True)
 SHAPE = dict(hidden_size=48, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, num_layers=2)
 
 
@@ -58,13 +56,7 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
 @interpreter
 @pytest.mark.parametrize(
     ("settings", "activation_tokens"),
-    [
-        (QWEN3, 0),
-        (LLAMA, None),
-        (QWEN3 | EXPERTS | {"moe_layer_freq": [0, 1]}, 0),
-        (LATENT, None),
-        (LATENT | EXPERTS | SHARED | {"moe_layer_freq": [0, 1]}, 0),
-    ],
+    [(QWEN3, 0), (LLAMA, None), (QWEN3 | EXPERTS | MIXED, 0), (LATENT, None), (LATENT | EXPERTS | SHARED | MIXED, 0)],
 )
 def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
     # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.

@@ -43,7 +43,7 @@ class SegmentContext(AttentionContext):
         ancestor_slots: int64 [A], slots of the tokens on the root path that are in earlier segments, in stream order.
         query_index: int64 [N], stream indices of the segment's tokens.
         key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
-        attention_plan: for the Triton kernels or FlashAttention 4; None if the reference computes the attention.
+        attention_plan: for the Triton kernels; None if the reference computes the attention.
         runs_hooks: whether the hooks of all parameters must run in the segment's backward. This is so in the last
             backward of a model chunk in a pass, if it reduces the gradients of replicas. Other backwards need not reach
             parameters whose gradients are written directly to their buffers.

@@ -63,14 +63,9 @@ class GroupedExperts(SameOnEveryMesh):
     _maps: tuple[ExpertMap, ExpertMap] | None = None
 
     def forward(
-        self,
-        x_RC: Tensor,
-        weights_RK: Tensor,
-        rows: ExpertRows,
-        runs_hooks: bool = True,
-        later: Later | None = None,
+        self, x_RC: Tensor, weights_RK: Tensor, rows: ExpertRows, runs_hooks: bool = True, later: Later | None = None,
         step: object | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Sum [R, C] of each token's outputs, each times the router's weight.
 
         Args:

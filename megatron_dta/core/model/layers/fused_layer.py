@@ -78,14 +78,9 @@ class FusedLayer(TransformerLayer):
         return self.decoding is not None and self.decoding.is_free
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: object = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: object = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Output [n, 1, hidden size] of the layer, and None for the context of a cross-attention."""
         context = check_context(packed_seq_params)
         if isinstance(context, PagedContext) and context.direct_until is not None:

@@ -82,13 +82,9 @@ class CostModel:
 
     @classmethod
     def of_passes(
-        cls,
-        token: Sequence[float],
-        pair: Sequence[float],
-        edge: Sequence[float],
-        floor: Sequence[float],
+        cls, token: Sequence[float], pair: Sequence[float], edge: Sequence[float], floor: Sequence[float],
         segment_tokens: int,
-    ) -> CostModel:
+    ) -> CostModel:  # fmt: skip
         """The model with these seconds, each of the forward and of the backward."""
         sums = [sum(passes) for passes in (token, pair, edge, floor)]
         shares = [

@@ -8,7 +8,6 @@
                    which is the maximum over three times: a chunk of logits with its gradients; the gradients inside a
                    feed-forward layer; and the gradients around an attention with the tiles of dS, which all layers of
                    a segment share and which exist from the first layer's attention to the end of its backward
-                   (FlashAttention 4 has no tiles of dS, but sums of dQ, dK and dV in float32 for the same time)
     fixed          workspaces of libraries on both launching threads, tables of positions, plan and indices
 
 ``memory_budget`` adds them up over the ops of a step.
@@ -189,11 +188,8 @@ class SegmentBytes:
             work = of_routed if share == 1 else max(of_routed, work + whole_rows)
         if shape.mixer is not None or shape.hybrid_layer_pattern is not None:
             parts = (element_bytes * wide, element_bytes * (ffn + 3 * width)), of_experts
-            parts = [(kept, work + whole_rows) for kept, work in parts]
-            sizes = [LayerSizes(element_bytes, tensor_size, hidden, of_part) for of_part in parts]
+            sizes = [LayerSizes(element_bytes, tensor_size, hidden, (kept, work + whole_rows)) for kept, work in parts]
             kept, work = mixed_layer_bytes(shape, sizes, layers or range(shape.num_layers))
-        sizes = dict(element_bytes=element_bytes, tensor_size=tensor_size)
-        path = partial(shape.mixer.path_bytes, **sizes) if shape.keeps_rows else None
         # Input and output of the last norm (recomputed if fused), rows of logits' hidden states; tables of positions.
         last = 3 if is_direct else 2 if fused and has_experts else 4
         counted = cls(
@@ -204,13 +200,13 @@ class SegmentBytes:
             input_per_token=element_bytes * hidden,
             work_per_token=work,
             work_per_path_token=_INDEX_BYTES if fused_attention else kv * (attention_share > 0),
-            path=path,
+            path=partial(shape.mixer.path_bytes, element_bytes, tensor_size) if shape.keeps_rows else None,
             work_fixed=rank.logit_rows * shape.vocab_size / tensor_size * _of_logit(rank, is_direct) + largest_gradient,
             kv_offload_fraction=rank.kv_offload_fraction,
             attention_share=attention_share,
         )
         if fused_attention:
-            counted = counted._with_scores(query, 0 if path else groups, heads, element_bytes)
+            counted = counted._with_scores(query, 0 if shape.keeps_rows else groups, heads, element_bytes)
         return counted._over_context(rank, shape, is_function) if rank.context_size > 1 else counted
 
     def _over_context(self, rank: RankTensors, shape: DecoderShape, is_function: bool) -> SegmentBytes:
