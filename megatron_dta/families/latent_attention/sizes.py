@@ -12,6 +12,8 @@ from megatron_dta.core.shapes.mixer import LayerBytes, LayerSizes, Mixer
 
 # Bytes of the keys and values of several heads on a path, and of their gradients.
 _MOST_EXPANDED = 1 << 30
+# Heads for which that does not hold: a single one has too few tiles of queries for a whole GPU.
+_LEAST_HEADS = 2
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Sizes(Mixer):
     def heads_at_once(self, path_tokens: int, num_heads: int, element_bytes: int) -> int:
         of_head = path_tokens * self._head_bytes(element_bytes)
         divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-        return max([heads for heads in divisors if heads * of_head <= _MOST_EXPANDED], default=1)
+        return max(heads for heads in divisors if heads <= _LEAST_HEADS or heads * of_head <= _MOST_EXPANDED)
 
     def _head_bytes(self, element_bytes: int) -> int:
         """Of a token on a path: a head's key and value and their gradients."""
@@ -131,7 +133,9 @@ class Sizes(Mixer):
     def path_bytes(self, element_bytes: int, tensor_size: int, tokens: Any) -> Any:
         """Latents of the path and their gradients; of the heads that attend at a time keys, values and gradients."""
         of_head = self._head_bytes(element_bytes) * tokens
-        expanded = np.minimum(self.num_heads / tensor_size * of_head, np.maximum(of_head, _MOST_EXPANDED))
+        expanded = np.minimum(
+            self.num_heads / tensor_size * of_head, np.maximum(_LEAST_HEADS * of_head, _MOST_EXPANDED)
+        )
         return (element_bytes + max(4, element_bytes)) * self.slot * tokens + expanded
 
 

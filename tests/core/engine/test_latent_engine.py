@@ -32,8 +32,9 @@ IN_TURNS = ("dta", 12)
 
 
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, heads attend in groups of 2 to more than 4 keys, and alone to more than 8."""
+    """In float64, heads attend in groups of 2 to more than 4 keys, and one by one to more than 8."""
     monkeypatch.setattr(sizes, "_MOST_EXPANDED", 16 * 2 * 10 * 16)
+    monkeypatch.setattr(sizes, "_LEAST_HEADS", 1)
     monkeypatch.setattr(path_attention, "_BLOCK", 5 * 2 * 10)
 
 
