@@ -13,6 +13,7 @@ from in_process_engine_cases import trainers_logprobs
 from latent_cases import EXPERTS, WIDE, latent_weights
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
+from megatron_dta.families.latent_attention import sizes
 from precision import tree_over_dense
 from rollout_forest import Drive, run_forest, started
 from sampling_cases import make_model
@@ -28,14 +29,15 @@ from tree_engine_cases import (
 
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
-def test_kernels_agree_with_plain_pytorch_in_float32(experts):
+def test_kernels_agree_with_plain_pytorch_in_float32(experts, monkeypatch):
     samples = random_training_samples(branching_sequences(seed_all(62), count=30, longest=90), seed=62)
     model = model_config(torch.float32, **(WIDE | experts))
     weights = latent_weights(model, seed=5)
     plain = replace(model, fused_layer_impl="reference")
     tree = tree_config("dta", 33, tree_attention_impl="reference")
     expected, _ = run_tree(plain, weights, samples, GRPO, tree, TEMPERATURE)
-    for segment_tokens, activation_tokens in ((33, None), (128, 0)):
+    for segment_tokens, activation_tokens, most_expanded in ((33, None, 1 << 30), (128, 0, 0)):
+        monkeypatch.setattr(sizes, "_MOST_EXPANDED", most_expanded)  # 0: two of the four heads at a time
         tree = tree_config("dta", segment_tokens, activation_tokens, tree_attention_impl="triton")
         outcome, _ = run_tree(replace(model, fused_layer_impl="triton"), weights, samples, GRPO, tree, TEMPERATURE)
         errors = compare_outcomes(outcome, expected)
@@ -64,8 +66,8 @@ def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
 @pytest.mark.parametrize("static_passes", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
 def test_decoding_has_the_trainers_logprobs(dtype, tolerance, static_passes):
-    sizes = WIDE | dict(hidden_size=32, ffn_hidden_size=48) | EXPERTS
-    model = make_model(3, dtype, **sizes, disable_bias_linear=True)
+    shape = WIDE | dict(hidden_size=32, ffn_hidden_size=48, disable_bias_linear=True) | EXPERTS
+    model = make_model(3, dtype, **shape)
     samples = run_forest(started(model, static_passes=static_passes), Drive(seed=3, prompts=2, longest=20))
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
     difference = max(

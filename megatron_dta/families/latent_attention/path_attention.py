@@ -14,7 +14,7 @@ a query and of a key (values are padded to it with zeros), W of an expansion's r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,9 +78,12 @@ class _PathAttention(torch.autograd.Function):
             del tensors
             grad_queries.append(grad_query)
             of_matrices = torch.zeros_like(matrices, dtype=grad_keys.dtype)
-            for part, grad in _gradients_of_rows(rows, matrices, grads, of_matrices):
+            step = max(1, _BLOCK // matrices[..., 0].numel())
+            for part in (slice(begin, begin + step) for begin in range(0, len(rows), step)):
+                grad = _gradients_of_rows(rows[part], matrices, [of_keys[part] for of_keys in grads], of_matrices)
                 # Slots are distinct, so the scatter is deterministic on a GPU too.
                 grad_keys.index_add_(0, segment.key_slots[part], expansion.of_latents(grad, rows[part], sums))
+                del grad
             expansion.add_matrices(sums, heads, of_matrices)
             del grads
         expansion.backward(sums)
@@ -90,20 +93,15 @@ class _PathAttention(torch.autograd.Function):
         return grad_query, grad_latents, None, None, None, None
 
 
-def _gradients_of_rows(
-    rows: Tensor, matrices: Tensor, grads: list[Tensor], of_matrices: Tensor
-) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the rows with their gradients, of those of keys and values [M, h, K]; adds to those of the matrices."""
-    step = max(1, _BLOCK // matrices[..., 0].numel())
-    for begin in range(0, len(rows), step):
-        part = slice(begin, begin + step)
-        both = rows.new_empty(len(rows[part]), *matrices.shape[:3])
-        for i, grad in enumerate(grads):
-            both[:, i] = grad[part]
-        both, of_rows = both.flatten(1), torch.zeros_like(rows[part], dtype=of_matrices.dtype)
-        add_weight_gradient(of_rows, both.t(), matrices.flatten(0, 2))
-        add_weight_gradient(of_matrices.flatten(0, 2), both, rows[part])
-        yield part, of_rows
+def _gradients_of_rows(rows: Tensor, matrices: Tensor, grads: list[Tensor], of_matrices: Tensor) -> Tensor:
+    """The gradients of some rows, of those of their keys and values [., h, K]; adds to those of the matrices."""
+    both = rows.new_empty(len(rows), *matrices.shape[:3])
+    for i, grad in enumerate(grads):
+        both[:, i] = grad
+    both, of_rows = both.flatten(1), torch.zeros_like(rows, dtype=of_matrices.dtype)
+    add_weight_gradient(of_rows, both.t(), matrices.flatten(0, 2))
+    add_weight_gradient(of_matrices.flatten(0, 2), both, rows)
+    return of_rows
 
 
 def _attend(name: str, segment: SegmentContext, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, ...]:
