@@ -234,7 +234,8 @@ def check_request(
         raise ValueError(f"{where}: prompt_length and sampled_before do not fit its {token_ids.size} tokens")
     if any(request.request_id in ids for ids in (held, *in_use)):
         raise ValueError(f"{where}: the id is in use")
-    if int(token_ids.min()) < 0 or (vocab_size is not None and int(token_ids.max()) >= vocab_size):
+    # Without its sign, a negative id is a large one.
+    if int(token_ids.view(f"u{token_ids.itemsize}").max()) >= (vocab_size or 2**31):
         raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")
     if request.parent is not None and request.parent not in held:
         raise ValueError(f"{where}: its parent {request.parent} is not held")

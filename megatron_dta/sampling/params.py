@@ -6,6 +6,7 @@ Every rollout engine is started with them. They depend neither on the model nor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_dta.common.keyed_random import Domain
 
@@ -34,7 +35,7 @@ class SamplingParams:
     other_eos_ids: tuple[int, ...] = ()
     vocab_size: int | None = None
 
-    @property
+    @cached_property
     def eos_ids(self) -> frozenset[int]:
         """All tokens that end a response."""
         return frozenset((self.eos_id, *self.other_eos_ids))

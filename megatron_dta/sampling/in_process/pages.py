@@ -27,7 +27,7 @@ class PagePool:
         self._free: list[int] = []
         self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
-        self._digests_of_page: dict[int, list[bytes]] = {}
+        self._digests_of_page: dict[int, tuple[bytes, ...]] = {}
         # Waiting requests by the digests of their prefixes, and pages without holders that are kept for them.
         self._expected: Counter[bytes] = Counter()
         self._kept: dict[int, None] = {}
@@ -95,8 +95,7 @@ class PagePool:
 
     def _is_useful(self, page: int) -> bool:
         """Whether a waiting request expects a prefix that ends in the page."""
-        digests = self._digests_of_page.get(page)
-        return digests is not None and not self._expected.keys().isdisjoint(digests)
+        return bool(self._expected) and not self._expected.keys().isdisjoint(self._digests_of_page.get(page, ()))
 
     def _put_free(self, page: int) -> None:
         self._kept.pop(page, None)
@@ -113,7 +112,7 @@ class PagePool:
         """Registers ``page`` as the last page of the prefix with ``digest``, unless another page is registered."""
         if digest not in self._page_of_digest:
             self._page_of_digest[digest] = page
-            self._digests_of_page.setdefault(page, []).append(digest)
+            self._digests_of_page[page] = *self._digests_of_page.get(page, ()), digest
 
     def find(self, digest: bytes) -> int | None:
         """The last page of the prefix with ``digest``, or None."""

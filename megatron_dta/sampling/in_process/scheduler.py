@@ -125,8 +125,9 @@ class Scheduler:
         ``leaving`` running requests end. None if instead the next request in the queue could run and needs more."""
         plan = Pass()
         self._admit_waiting(plan, budget, leaving, 1)
-        is_free = bool(self.waiting) and self._takes_another(self.waiting[0], self._spare_pages(), leaving)
-        return None if is_free and not plan.rows else plan
+        if not plan.rows and self.waiting and self._takes_another(self.waiting[0], self._spare_pages(), leaving):
+            return None
+        return plan
 
     def _admit_waiting(self, plan: Pass, budget: int, leaving: int = 0, most: int | None = None) -> None:
         """Add waiting requests to a pass of up to ``budget`` more tokens; none that needs more than ``most`` tokens,

@@ -106,8 +106,7 @@ class TreeSampler:
         """Call ``take`` with the next ``count`` leaves."""
         leaves, self._ended = self._ended[:count], self._ended[count:]
         for query, node in leaves if take is not None else ():
-            tree = self._growing[query].policy.tree
-            take(query, tree.nodes[node], tree.tokens(node))
+            take(query, self._growing[query].policy.tree.nodes[node], self._growing[query].context(node)[0])
 
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
         self._nodes, self._requests, self._ended = {}, {}, []
