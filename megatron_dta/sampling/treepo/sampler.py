@@ -26,7 +26,7 @@ from megatron_dta.sampling.treepo.stops import StopRules
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree, TreeNode
 
 Take = Callable[[int, TreeNode, np.ndarray], None]
-# More would delay the next children.
+# With more, the next burst would end before the next poll.
 _LEAVES_AFTER_POLL = 64
 
 
@@ -78,38 +78,37 @@ class TreeSampler:
         self._nodes: dict[int, tuple[int, int]] = {}  # request -> (query's place, node)
         self._requests: dict[tuple[int, int], int] = {}
         self._growing: list[_Growing] = []
-        self._ended: list[tuple[int, int]] = []  # leaves that were not passed on yet
 
     def sample(
         self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int, take: Take | None = None
     ) -> list[SampledTree]:
         """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
 
-        ``take`` is called with each leaf, its query's place and its tokens, a few after each poll, while a device may
-        run ahead.
+        ``take`` is called with the place of a query, a leaf and its tokens, for a few leaves after each poll, while a
+        device may run ahead.
         """
         self._begin(queries, params, iteration)
+        leaves: list[tuple[int, int]] = []
         with phase(self._engine, params, iteration):
             self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
             while self._nodes:
                 results = self._engine.poll()
                 if not results:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
-                self._take(results)
-                self._pass_on(_LEAVES_AFTER_POLL, take)
-        self._pass_on(len(self._ended), take)
+                leaves += self._take(results)
+                self._pass_on(leaves[:_LEAVES_AFTER_POLL], take)
+                del leaves[:_LEAVES_AFTER_POLL]
+        self._pass_on(leaves, take)
         assert all(growing.policy.complete for growing in self._growing)
         trees, self._growing = [growing.policy.tree.in_order() for growing in self._growing], []
         return trees
 
-    def _pass_on(self, count: int, take: Take | None) -> None:
-        """Call ``take`` with the next ``count`` leaves."""
-        leaves, self._ended = self._ended[:count], self._ended[count:]
+    def _pass_on(self, leaves: Sequence[tuple[int, int]], take: Take | None) -> None:
         for query, node in leaves if take is not None else ():
             take(query, self._growing[query].policy.tree.nodes[node], self._growing[query].context(node)[0])
 
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
-        self._nodes, self._requests, self._ended = {}, {}, []
+        self._nodes, self._requests = {}, {}
         prompts = [query.token_ids for query in queries]
         if self._environments is not None:
             states, observations = self._environments.reset([query.record for query in queries], prompts)
@@ -145,8 +144,8 @@ class TreeSampler:
         if requests:
             self._engine.submit(requests)
 
-    def _take(self, results: Sequence[GenerationResult]) -> None:
-        """Store results in their trees and start the nodes that follow from them."""
+    def _take(self, results: Sequence[GenerationResult]) -> list[tuple[int, int]]:
+        """Store results in their trees and start the nodes that follow from them. Returns the leaves among them."""
         turns: list[tuple[int, int]] = []
         decoded: list[tuple[int, int, bool]] = []
         for result in results:
@@ -167,10 +166,9 @@ class TreeSampler:
         nodes_of: dict[int, list[int]] = {}
         for query, node, _ in decoded:
             nodes_of.setdefault(query, []).append(node)
-            if self._growing[query].policy.tree.nodes[node].end is not None:
-                self._ended.append((query, node))
         for query in sorted(nodes_of):
             self._release(query, nodes_of[query])
+        return [(query, node) for query, node, _ in decoded if self._growing[query].policy.tree.nodes[node].end]
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""
