@@ -81,12 +81,13 @@ class ForcedEngine(InProcessEngine):
         drafts: list[np.ndarray] | None,
         began: float,
         num_tokens: int,
+        computed: int,
     ) -> list[Request]:
         forced, done = [], [row.num_tokens - row.context_length for row in rows]
         for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
             record = self._recorded.get(row.generation.key)
             forced.append((drawn if record is None else record[first : first + len(drawn)], logprobs))
-        ended = super()._take(rows, forced, drafts, began, num_tokens)
+        ended = super()._take(rows, forced, drafts, began, num_tokens, computed)
         for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
             if row.generation.key not in self._recorded:
                 continue
