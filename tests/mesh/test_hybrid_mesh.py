@@ -46,9 +46,9 @@ MESHES = {
 }
 # Planned within MiB: what is kept, recomputed and in flight follows from the counted bytes. Segments of 6 tokens.
 MEMORY = {
-    "pp2 limited": ("pp2", "uneven", 0.5),
-    "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.42),
-    "ep2 limited": ("ep2", "experts", 0.3),
+    "pp2 limited": ("pp2", "uneven", 0.33),
+    "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.23),
+    "ep2 limited": ("ep2", "experts", 0.2),
 }
 COMBINATIONS = [
     ("tp2-sp", "hybrid", "packed"),

@@ -47,6 +47,8 @@ def why_not_predicted(model: TreeGPTModel) -> str | None:
     """
     if model.config.num_moe_experts is not None and model.counts_on_host:
         return "experts are counted as grouped products on the kernels only"
+    if model.config.mixer is not None and not model.has_fused_layers and next(model.parameters()).is_cuda:
+        return "layers with another mixer are counted on the kernels only (fused_layer_impl, float32 or 16 bits)"
     return None
 
 
