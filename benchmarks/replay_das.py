@@ -135,9 +135,8 @@ def replay(
         draft=DraftParams(width=arguments.das_draft_tokens),
     )
     cost = forward_cost(arguments)
-    gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
+    gate = SpeculationGate(cost, cost, prices_whole=True)
     # Use the seconds of the cost model, not the clock of this machine.
-    gate.is_measured = False
     speculator = Speculator(drafter, gate, arguments.das_budget)
     remember(speculator, history)
     return merged([replay_wave(speculator, part, len(history)) for part in parts])

@@ -57,6 +57,7 @@ class ForcedEngine(InProcessEngine):
     def __init__(self, recorded: dict[int, np.ndarray], *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._recorded = recorded
+        self._drafts_static = False  # ``DraftedRows`` compare drafts with what was drawn
         self.own = {key: (np.full(len(tokens), -1), np.zeros(len(tokens))) for key, tokens in recorded.items()}
         self._prompts_over, self._prompt_forwards = 0.0, 0
 

@@ -139,15 +139,13 @@ def replay_wave(
     turn_end = origin + [sample.turn_ends[0] for sample in samples]
     live = np.arange(len(samples))
     most = np.full(len(samples), np.iinfo(np.int32).max)
-    host = speculator.report.draft_seconds
     while len(live):
-        proposal = speculator.propose(slots[live], most[live]) if burst == 1 or speculator.wants(len(live)) else None
-        if burst > 1 and (proposal is None or not proposal.lengths.any()):
-            count = np.minimum(min(burst, 4) if speculator.gate.is_hopeful else burst, end[live] - position[live])
+        proposal = speculator.propose(slots[live], most[live])
+        if burst > 1 and not proposal.lengths.any():
+            count = np.minimum(min(burst, 4), end[live] - position[live])
             appended = [stream[a : a + n] for a, n in zip(position[live].tolist(), count.tolist(), strict=True)]
             seconds = _burst_seconds(speculator, count)
-            speculator.record_burst(slots[live], appended, seconds, proposal is not None)
-            host = _report_time(speculator, seconds, host)
+            speculator.record_burst(slots[live], appended, seconds)
             position[live] += count
             live = _without_ended(speculator, samples, slots, live, position >= end)
             continue
@@ -159,7 +157,6 @@ def replay_wave(
         cost = speculator.gate.drafted_cost
         seconds = float(cost.seconds(count)) + cost.draft * len(proposal.asked)
         speculator.record(proposal, accepted, tokens, offsets, seconds)
-        host = _report_time(speculator, seconds, host)
         position[live] += new
         live = _without_ended(speculator, samples, slots, live, position >= end)
         for i in live[position[live] == turn_end[live]].tolist():
@@ -167,13 +164,6 @@ def replay_wave(
             turn[i] += 1
             turn_end[i] = origin[i] + samples[i].turn_ends[turn[i]]
     return speculator.end_step(step)
-
-
-def _report_time(speculator: Speculator, seconds: float, host: float) -> float:
-    """Report the seconds of a round, including the drafter's, from ``draft_seconds`` before it. Returns those now."""
-    now = speculator.report.draft_seconds
-    speculator.took(seconds + now - host)
-    return now
 
 
 def _burst_seconds(speculator: Speculator, counts: np.ndarray) -> float:

@@ -45,6 +45,7 @@ from rollout_parts.das_replay import (
     split_history,
     waves,
 )
+from rollout_parts.fitted_cost import fitted_cost
 
 _PASSES, _WARM_PASSES = 40, 8
 """Timed passes and warm-up passes."""
@@ -106,7 +107,7 @@ def _speculator(
     history: Sequence[Sequence[RecordedSample]],
 ) -> Speculator:
     drafter = DrafterParams(draft=DraftParams(width=arguments.das_draft_tokens))
-    gate = SpeculationGate(plain, drafted, arguments.burst)
+    gate = SpeculationGate(plain, drafted)
     speculator = Speculator(drafter, gate, arguments.das_budget)
     remember(speculator, history)
     return speculator
@@ -291,7 +292,7 @@ def _drafted_cost(setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
         _run_random(setup, engine, rows, _PASSES + width)
         ends = drafting.ends[rows * (width + 1)][_WARM_PASSES - 1 :]
         points.append((rows * (width + 1), (ends[-1] - ends[0]) / (len(ends) - 1)))
-    return ForwardCost.fit(*np.array(points).T)
+    return fitted_cost(*np.array(points).T)
 
 
 def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngine, live: int) -> ForwardCost:
@@ -306,7 +307,7 @@ def _plain_cost(arguments: argparse.Namespace, setup: Setup, engine: ForcedEngin
             seconds[length] = min(runs)
         first, last = seconds.values()
         points.append((rows, max(last - first, 1e-9) / (4 * arguments.burst)))
-    return ForwardCost.fit(*np.array(points).T)
+    return fitted_cost(*np.array(points).T)
 
 
 def _run_random(setup: Setup, engine: ForcedEngine, rows: int, length: int) -> float:

@@ -46,17 +46,9 @@ def answers_of(results: dict) -> dict:
     return {(request.token_ids.tobytes(), request.key): result.token_ids for request, result in results.values()}
 
 
-class NoProbes(SpeculationGate):
-    """Never runs a pass that is not expected to pay."""
-
-    def may_probe(self, gain, live, tokens) -> bool:
-        return False
-
-
-def clockless(cost: ForwardCost, kind: type[SpeculationGate] = SpeculationGate) -> SpeculationGate:
+def clockless(cost: ForwardCost) -> SpeculationGate:
     """A gate that uses ``cost`` instead of a clock, and counts the whole cost of a forward for the last sample."""
-    gate = kind(cost, cost, prices_whole=True)
-    gate.is_measured = False
+    gate = SpeculationGate(cost, cost, prices_whole=True)
     return gate
 
 

@@ -110,8 +110,7 @@ ABLATIONS = {"scope": scope_settings, "window": window_settings, "budgets": budg
 def replayed(history: History, setting: Setting) -> list[SpeculationReport]:
     """The reports of the rollout batches, decoded one after the other by one speculator."""
     cost = ForwardCost()
-    gate = SpeculationGate(cost, cost, burst=1, prices_whole=True)
-    gate.is_measured = False
+    gate = SpeculationGate(cost, cost, prices_whole=True)
     params = DrafterParams(window=setting.window, max_tokens=10**9, scope=setting.scope)
     speculator = Speculator(params, gate, setting.budget)
     return [replay_wave(speculator, batch, step) for step, batch in enumerate(history.batches)]

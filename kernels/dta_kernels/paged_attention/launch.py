@@ -93,10 +93,12 @@ def tiles_of(
     Returns:
         int64 [T, 4], ``TILE_FIELDS``.
     """
+    first = first_token + counts.cumsum() - counts
+    if counts.max() <= tokens:
+        return np.array([first, counts, starts, table_begins]).T
     tiles = -(-counts // tokens)
     row = np.repeat(np.arange(len(counts)), tiles)
     offset = tokens * (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
-    first = first_token + np.cumsum(counts) - counts
     held = np.minimum(tokens, counts[row] - offset)
     return np.stack([first[row] + offset, held, starts[row] + offset, table_begins[row]], axis=1).astype(np.int64)
 

@@ -41,6 +41,7 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
 from megatron_dta.core.model.tree_model import TreeGPTModel
+from megatron_dta.sampling.in_process.drafting import LEAST_TOKENS
 from megatron_dta.sampling.in_process.next_token import next_tokens
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
@@ -238,6 +239,8 @@ class DecodeSteps:
         num_steps, n = burst.noise.shape
         captured = self._captured(burst, params)
         static = captured.static
+        if num_steps == 1 and burst.follows is None:
+            return RunningBurst(self._run_one(burst, captured), n)
         words, tables = self._inputs(burst, static)
         last, columns = burst.follows or (None, np.zeros(0, np.int64))
         arrays = [columns, burst.token_ids, words, tables]
@@ -251,6 +254,19 @@ class DecodeSteps:
             static.words.copy_(step_words)
             of_step.copy_(captured.run())
         return RunningBurst(drawn, n)
+
+    def _run_one(self, burst: Burst, captured: CapturedPass) -> Tensor:
+        """Launch one pass in few calls, because the device waits for them. Returns its draws."""
+        static, device, first = captured.static, self._tables.device, len(captured.static.words)
+        rows, size = pass_rows(burst.starts, burst.counts, burst.tables, self._page_size), len(static.empty)
+        packed = torch.empty(size + len(rows.tables), dtype=torch.int64, pin_memory=device.type == "cuda")
+        on_host = packed.numpy()
+        on_host[:size], on_host[size:] = static.empty, rows.tables
+        on_host[first : first + len(burst.token_ids)] = burst.token_ids
+        _fill(static, on_host[None], burst, rows, self._shape.tile_tokens(self._run_of(burst)))
+        static.inputs.copy_(packed[:size], non_blocking=True)
+        self._tables[: len(rows.tables)].copy_(packed[size:], non_blocking=True)
+        return captured.run()[None]
 
     def _read(self, cache: PagedCache, burst: Burst) -> None:
         """Let the passes read ``cache`` and the states of ``burst``."""
@@ -278,13 +294,13 @@ class DecodeSteps:
     @staticmethod
     def _run_of(burst: Burst) -> int:
         """Tokens of a row for which the attention is configured; one value for drafts of all lengths."""
-        return 1 if int(burst.counts.max()) == 1 else 16
+        return 1 if burst.noise.shape[1] == len(burst.counts) else 16
 
     def _captured(self, burst: Burst, params: SamplingParams, chunk: int = 0) -> CapturedPass:
         """The pass of the rank's model chunk ``chunk`` for ``burst``."""
         num_tokens, run = bucket(burst.noise.shape[1]), self._run_of(burst)
         if run > 1 and num_tokens < 256:  # reading the weights is what takes time, and every size is a capture
-            num_tokens = max(64, 1 << (num_tokens - 1).bit_length())
+            num_tokens = max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
         width = 0 if self._shape.has_kernels else self._width(burst)
         key = (num_tokens, run, width, params.temperature, params.top_p, params.vocab_size, chunk)

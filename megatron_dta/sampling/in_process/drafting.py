@@ -24,6 +24,8 @@ from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 NO_DRAFT = np.zeros(0, np.int32)
+LEAST_TOKENS = 64
+"""Tokens of the smallest captured pass with drafts."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,12 @@ class Round:
     captured: bool = False
 
     @property
-    def decoding_passes(self) -> list[tuple[int, bool]]:
-        """The passes as (tokens, has drafts), to measure what they cost; none if they also computed prompts."""
+    def decoding_passes(self) -> int:
+        """The number of passes; 0 if they also computed prompts."""
         drafted = 0 if self.drafted is None else int(self.drafted.sum())
         if self.num_tokens > len(self.rows) + drafted:
-            return []
-        passes = max(map(len, self.appended)) if self.drafted is None else 1
-        return [(self.num_tokens, self.drafted is not None)] * passes
+            return 0
+        return max(map(len, self.appended)) if self.drafted is None else 1
 
 
 class Drafting:
@@ -71,16 +72,11 @@ class Drafting:
 
     def wants(self, live: int) -> bool:
         """Whether to ask for drafts in this round, a pass or burst in which ``live`` rows get tokens."""
-        return True
+        return self.asks_next
 
     @property
     def asks_next(self) -> bool:
         """Whether the next round may have drafts. If not, the engine may launch it before it has this one's tokens."""
-        return True
-
-    @property
-    def is_hopeful(self) -> bool:
-        """Whether a draft is likely to pay soon; if so, the engine keeps its bursts short."""
         return True
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
@@ -92,6 +88,10 @@ class Drafting:
 
     def ran(self, seconds: float) -> None:
         """Record the wall seconds of the last round, including the host's part."""
+
+    def sampled(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
+        """Row i of the last proposal got ``tokens[offsets[i] : offsets[i + 1]]`` (int32). ``verified`` and ``ran`` may
+        follow after the next proposal, while the device verifies it."""
 
     def finished(self, request: Request) -> None:
         """A request is complete."""
@@ -120,10 +120,7 @@ class Drafting:
 class NoDrafting(Drafting):
     """Never drafts."""
 
-    asks_next = is_hopeful = False
-
-    def wants(self, live: int) -> bool:
-        return False
+    asks_next = False
 
 
 def drafts_of(plan: Pass, drafting: Drafting, scheduler: Scheduler, most_tokens: int) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ an error the engine is empty and can be started again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.attention.segment_attention import choose_attention
 from megatron_dta.core.model.decode.decode_context import append_context
 from megatron_dta.core.model.decode.paged_cache import PagedCache
@@ -35,12 +35,13 @@ from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
+from megatron_dta.sampling.in_process.drafted_rows import DraftedRows, Drawn
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.in_process.next_token import EvaluationMode, by_row, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
 from megatron_dta.sampling.in_process.pipelined_steps import decode_steps
-from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.request import Request, check_length
 from megatron_dta.sampling.in_process.row_states import RowStates
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.in_process.settings import FEW_REQUESTS, EngineSettings
@@ -79,11 +80,15 @@ class InProcessEngine(RolloutEngine):
         self._is_paged = self._shape.has_kernels and choose_attention(settings.attention_impl, *sizes)
         self._steps: DecodeSteps | None = None
         self._flight: Flight | None = None  # launched ahead of the tokens that were read
+        self._drafted: DraftedRows | None = None
+        self._kept, self._round_seconds = dict[Request, int](), 0.0  # positions for which its rows keep pages
         # The states of many requests would take the memory of their K and V.
         most = FEW_REQUESTS if self._states.is_used else MOST_TOKENS * current_mesh().pipeline_size
         self._most_rows = settings.max_requests or most
         if settings.static_passes and (self._is_paged or not self._shape.has_kernels):
             self._steps = decode_steps(model, self._shape, settings.block_size, self._most_rows)
+        self._one_a_row = self._states.is_used or not self._shape.has_kernels  # token of a pass at fixed addresses
+        self._drafts_static = self._steps is not None and not self._one_a_row and not settings.stop_degenerate
         self._params: SamplingParams | None = None
         self._mode = EvaluationMode(model)
         self._iteration = self._policy_version = self._arrivals = self._undrafted = self._captures = self._most_live = 0
@@ -116,9 +121,10 @@ class InProcessEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
             raise ValueError("the engine was not started")
-        new: dict[int, Request] = {}
+        new, pool = dict[int, Request](), self._scheduler.pool
         for request in requests:
-            self._check(request, new)
+            check_request(request, self._held, self._running, new, vocab_size=self._model.true_vocab_size)
+            check_length(request, self._model.max_sequence_length, pool.page_size, pool.max_pages)
             parent = None if request.parent is None else self._held[request.parent]
             sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent)
             if parent is not None and sequence.common_with_parent == 0:
@@ -136,10 +142,11 @@ class InProcessEngine(RolloutEngine):
         finished: list[Request] = []
         try:
             with self._mode:
+                round_began = began
                 while not finished and not self._scheduler.is_idle:
-                    round_began = time.perf_counter()
-                    finished = self._run()
-                    self._count_seconds(time.perf_counter() - round_began)
+                    finished, round_ended = self._run(), time.perf_counter()
+                    self._count_seconds(round_ended - round_began)
+                    round_began = round_ended
         except BaseException:
             self.close()
             raise
@@ -154,7 +161,9 @@ class InProcessEngine(RolloutEngine):
         self._most_live = max(self._most_live, live)
         self._counts["waiting_seconds"] += seconds * self._scheduler.is_full
         self._counts["tail_seconds"] += seconds * (live < _TAIL * self._most_live)
-        self.drafting.ran(seconds)
+        self._round_seconds = seconds
+        if self._drafted is None or not self._drafted.rows:
+            self.drafting.ran(seconds)
 
     def release(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -201,7 +210,8 @@ class InProcessEngine(RolloutEngine):
         counts = self.statistics()
         for requests in (self._running, self._held):
             requests.clear()
-        self._cache = self._flight = None
+        self._cache = self._flight = self._drafted = None
+        self._kept = {}
         self._states.clear()
         self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -216,6 +226,11 @@ class InProcessEngine(RolloutEngine):
         if self._flight is not None:
             self.drafting.wants(len(self._flight.live()))  # a round without drafts, whatever the answer
             return self._land(self._flight, began)
+        if self._drafted is None and not self._undrafted and self._drafts_static:
+            self._drafted = DraftedRows(self._launcher(), self.drafting, self._settings.max_tokens, self._take_drawn)
+        if self._drafted is not None and (finished := self._drafted.round()) is not None:
+            return finished
+        self._drafted = None
         plan = self._scheduler.next_pass()
         is_static = self._steps is not None and self._steps.takes(plan)
         most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
@@ -223,14 +238,23 @@ class InProcessEngine(RolloutEngine):
         num_drafted = sum(map(len, drafts))
         ready_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
         num_tokens = sum(plan.counts) + num_drafted
-        one_a_row = self._states.is_used or not self._shape.has_kernels
-        is_static = is_static and not (num_tokens > len(plan.rows) and one_a_row)
+        is_static = is_static and (num_tokens == len(plan.rows) or not self._one_a_row)
         if is_static and num_tokens == len(plan.rows):
-            is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.is_hopeful
+            is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.asks_next
             burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
             return self._land(self._launcher().first(plan, drafts, burst), began)
         rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
         return self._take(rows, sampled, ready_drafts, began, num_tokens, 1) if rows else []
+
+    def _take_drawn(self, drawn: Drawn, kept: int) -> list[Request]:
+        """``_take`` of a pass of ``DraftedRows``, whose rows keep pages for ``kept`` positions."""
+        self._count_static(1, drawn.captures)
+        self._kept, began = dict.fromkeys(drawn.rows, kept), time.perf_counter() - self._round_seconds
+        sampled = by_row(drawn.tokens, drawn.logprobs, [len(draft) + 1 for draft in drawn.drafts])
+        finished, self._kept = self._take(drawn.rows, sampled, drawn.drafts, began, len(drawn.tokens), 0), {}
+        if self._drafted.rows:  # this is not the last round yet
+            self.drafting.ran(self._round_seconds)
+        return finished
 
     def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
         """Run one pass. Returns the rows that get tokens, and what was drawn after the last and each drafted token."""
@@ -285,10 +309,10 @@ class InProcessEngine(RolloutEngine):
     def _launcher(self) -> Launcher:
         return Launcher(self._steps, self._scheduler, self._states, self._cache_for, self._params, self._iteration)
 
-    def _count_static(self, passes: int) -> None:
+    def _count_static(self, passes: int, captures: int | None = None) -> None:
         for name in ("forwards", "static_forwards"):
             self._counts[name] += passes
-        self._counts["captures"] = float(self._steps.captures)
+        self._counts["captures"] = float(self._steps.captures if captures is None else captures)
 
     def _take(
         self,
@@ -303,9 +327,13 @@ class InProcessEngine(RolloutEngine):
         one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
         row. Returns the requests that ended."""
         finished, appended, drafted = [], [], None
-        ahead = {} if self._flight is None else dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
+        ahead = (
+            self._kept
+            if self._flight is None
+            else dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
+        )
         self._undrafted = self._undrafted + 1 if drafts is None else 0
-        if not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
+        if not math.isfinite(math.fsum(logprobs.sum() for _, logprobs in sampled)):
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         ends = self._params.eos_ids
         for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
@@ -324,7 +352,7 @@ class InProcessEngine(RolloutEngine):
             drafted = np.array([len(draft) for draft in drafts])
             self._counts["drafted_tokens"] += int(drafted.sum())
             self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
-        captures, self._captures = self._captures, 0 if self._steps is None else self._steps.captures
+        captures, self._captures = self._captures, self._counts["captures"]
         seconds, captured = time.perf_counter() - began, self._captures > captures
         self.drafting.verified(Round(rows, drafted, appended, seconds, num_tokens, captured))
         for sequence in finished:
@@ -351,23 +379,6 @@ class InProcessEngine(RolloutEngine):
             FinishReason.STOP if is_stop else FinishReason.LENGTH,
             self._policy_version,
         )
-
-    def _check(self, request: GenerationRequest, new: dict[int, Request]) -> None:
-        check_request(request, self._held, self._running, new, vocab_size=self._model.true_vocab_size)
-        tokens, where = request.token_ids, f"request {request.request_id}"
-        length = len(tokens) + request.max_tokens
-        if length > self._model.max_sequence_length:
-            raise ValueError(
-                f"{where}: {len(tokens)} tokens and a response of up to {request.max_tokens} do not fit into "
-                f"--max-position-embeddings {self._model.max_sequence_length}; raise it or lower "
-                "--rollout-max-response-len"
-            )
-        most = self._scheduler.pool.max_pages
-        if most is not None and -(-length // self._settings.block_size) > most:
-            raise InputError(
-                f"the K/V cache of {most} pages of {self._settings.block_size} positions "
-                f"cannot hold one sequence of {length} tokens; raise it"
-            )
 
     def _refuse_while_running(self, call: str) -> None:
         if self._running:

@@ -6,6 +6,7 @@ from collections.abc import Set
 
 import numpy as np
 
+from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.in_process.pages import extend_digest
 from megatron_dta.sampling.interface import GenerationRequest
@@ -103,6 +104,22 @@ class Request:
         """Append pages to the table."""
         self.table[self.num_pages : self.num_pages + len(pages)] = pages
         self.num_pages += len(pages)
+
+
+def check_length(request: GenerationRequest, most: int, page_size: int, max_pages: int | None) -> None:
+    """Refuse a request that does not fit into ``most`` positions or into all pages."""
+    length = len(request.token_ids) + request.max_tokens
+    if length > most:
+        raise ValueError(
+            f"request {request.request_id}: {len(request.token_ids)} tokens and a response of up to "
+            f"{request.max_tokens} do not fit into --max-position-embeddings {most}; raise it or lower "
+            "--rollout-max-response-len"
+        )
+    if max_pages is not None and -(-length // page_size) > max_pages:
+        raise InputError(
+            f"the K/V cache of {max_pages} pages of {page_size} positions cannot hold one sequence of {length} tokens; "
+            "raise it"
+        )
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:

@@ -181,6 +181,8 @@ class Scheduler:
         """Reserve pages for up to ``most`` decoding steps of each running request, which follow ``ahead`` steps that
         are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
         steps = np.ones(len(requests), np.int64)
+        if most + ahead == 1:
+            return steps
         for i, request in enumerate(requests):
             wanted, computed = min(most, len(request.tokens) - request.num_tokens - ahead), request.num_computed_tokens
             end = computed + ahead + wanted
@@ -217,6 +219,8 @@ class Scheduler:
         """Record K and V of the next ``count`` tokens and register full pages and the end of the context."""
         before, size = request.num_computed_tokens, request.page_size
         request.num_computed_tokens = end = before + count
+        if before // size == end // size and before >= request.context_length:
+            return
         computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
         if before < request.context_length <= end:
             computed.append((request.context_digest, (request.context_length - 1) // size))

@@ -24,24 +24,17 @@ import numpy as np
 import torch
 
 from megatron_dta.common.keyed_random import Domain
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, Round
+from megatron_dta.sampling.in_process.drafting import LEAST_TOKENS, NO_DRAFT, Drafting, Round
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation.clock import DraftingClock, PlainEnd, PlainSchedule
-from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
 
 _STATE = "speculation"
-_CALIBRATED = 16
-"""Rollout batches between two calibrations."""
 _INSERT_SECONDS = 3e-6
 """Assumed seconds to insert a token."""
-
-_MEASURED, _FITTED = 512, 8
-"""Number of recent passes from which the cost of a pass is measured, and maximum number of sizes that are fitted."""
 
 
 @dataclass(eq=False)
@@ -68,7 +61,7 @@ class _Path:
 
 
 class SuffixDrafting(Drafting):
-    """Drafts from a ``Speculator``, whose cost model is fitted to the passes that ran.
+    """Drafts from a ``Speculator``.
 
     follows_clock: if False, gate and costs of ``speculator`` decide, so that repeated runs make the same drafts.
     """
@@ -78,18 +71,17 @@ class SuffixDrafting(Drafting):
         self._phase = speculator  # the speculator of the present phase
         self._begins = True  # the phase has had no drafts
         self._policy_version: int | None = None
-        speculator.gate.is_measured = False  # until the ranks of the replica go by the same costs
-        speculator.gate.decides = not follows_clock
+        speculator.gate.decides, speculator.gate.free_tokens = not follows_clock, LEAST_TOKENS * follows_clock
         self._clock = DraftingClock() if follows_clock else None
         self._is_shared = self._evaluates = False
         self._slots: dict[Request, int] = {}
         self._paths: dict[Request, _Path] = {}  # running and held requests
         self._proposal: Proposal | None = None
-        # Passes as (tokens, seconds, has drafts).
-        self._measured: list[tuple[int, float, bool]] = []
-        self._uncalibrated = _CALIBRATED  # rollout batches
         self._last: Round | None = None
         self._rows: list[PlainEnd] = []  # of the last round
+        self._opened: tuple[list[Request], np.ndarray] = [], np.zeros(0, np.int64)  # rows and slots of the last drafts
+        # Of the last round that was verified: whether it asked for drafts; and the proposal of one that was not yet.
+        self._asked, self._sampled = False, None
         self._schedule = PlainSchedule()
         self._inserted = 0, 0.0  # tokens and seconds in this round
         self._last_prompt: tuple[np.ndarray | None, str] = None, ""
@@ -110,7 +102,9 @@ class SuffixDrafting(Drafting):
 
     def ended(self) -> None:
         if self._clock is not None:
-            self._clock.saved += self._schedule.latest - self._schedule.took
+            self._clock.end_phase(self._schedule)
+            if not self._clock.is_on and self._slots:
+                self._drop_trees()
         self._end_paths()
         if self._is_shared and not self._evaluates:
             self._share()
@@ -137,78 +131,71 @@ class SuffixDrafting(Drafting):
             self._last_prompt = token_ids, _digest(token_ids)
         return self._last_prompt[1]
 
-    def wants(self, live: int) -> bool:
-        return self._clock.is_on if self._clock is not None else self._phase.wants(live)
-
     @property
     def asks_next(self) -> bool:
-        return self._clock.is_on if self._clock is not None else self._phase.gate.asks_next
-
-    @property
-    def is_hopeful(self) -> bool:
-        return self.asks_next and (self._clock is not None or self._phase.gate.is_hopeful)
+        return self._clock is None or self._clock.is_on
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
-        none = [NO_DRAFT] * len(rows)
         if self._begins and self._clock is not None and not self._clock.goes_on(self._insert_seconds()):
             self._drop_trees()
-            return none
+            return [NO_DRAFT] * len(rows)
         self._begins = False
-        self._proposal = proposal = self._phase.propose(self._open(rows), most)
-        if not proposal.lengths.any():
-            return none
-        return [row[:length] for row, length in zip(proposal.tokens, proposal.lengths.tolist(), strict=True)]
+        if self._opened[0] != rows:
+            self._opened = list(rows), self._open(rows)
+        self._proposal = proposal = self._phase.propose(self._opened[1], most)
+        pairs = zip(proposal.tokens, proposal.lengths.tolist(), strict=True)
+        return [row[:length] if length else NO_DRAFT for row, length in pairs]
+
+    def sampled(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
+        self._phase.append_sampled(self._proposal, tokens, offsets)
+        self._sampled, self._proposal = self._proposal, None
 
     def verified(self, done: Round) -> None:
         self._last, self._rows = done, [self._paths[request].plain for request in done.rows]
-        if done.drafted is not None:
-            self._record(self._proposal, done)
-        elif self._clock is None or self._slots:
-            slots = self._open(done.rows, [len(tokens) for tokens in done.appended])
-            self._phase.record_burst(slots, done.appended, done.seconds, self._proposal is not None)
-        else:
-            self._phase.report.add_burst(np.array([len(tokens) for tokens in done.appended]), done.seconds)
-
-    def _record(self, proposal: Proposal, done: Round) -> None:
-        proposal.lengths[:] = done.drafted
+        proposal, is_appended, self._sampled = self._sampled, self._sampled is not None, None
+        if not is_appended:
+            proposal, self._proposal = self._proposal, None
+        self._asked = proposal is not None
         counts = np.array([len(tokens) for tokens in done.appended], np.int64)
-        # The last token of each row was sampled, not drafted, even if a longer draft contained it.
-        accepted = np.minimum(counts - 1, done.drafted)
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        tokens = np.concatenate(done.appended).astype(np.int32)
-        self._phase.record(proposal, accepted, tokens, offsets, done.seconds)
+        if done.drafted is not None:
+            proposal.lengths[:] = done.drafted
+            # The last token of each row was sampled, not drafted, even if a longer draft contained it.
+            accepted, offsets = np.minimum(counts - 1, done.drafted), np.concatenate([[0], np.cumsum(counts)])
+            tokens = np.concatenate(done.appended, dtype=np.int32)
+            self._phase.record(proposal, accepted, tokens, offsets, done.seconds, is_appended)
+        elif self._clock is None or self._slots:
+            self._phase.record_burst(self._open(done.rows, counts.tolist()), done.appended, done.seconds)
+        else:
+            self._phase.report.add_burst(counts, done.seconds)
 
     def ran(self, seconds: float) -> None:
         done, self._last = self._last, None
-        asked, self._proposal = self._proposal is not None, None
         if done is None:
             return
-        passes, (inserted, spent), self._inserted = done.decoding_passes, self._inserted, (0, 0.0)
-        seconds -= spent
-        if passes and not done.captured:
-            if self._clock is None or self._slots:
-                self._phase.took(seconds)
-            if self._phase is self.speculator:
-                self._measured += [(count, seconds / len(passes), is_drafted) for count, is_drafted in passes]
-                del self._measured[:-_MEASURED]
+        (inserted, spent), self._inserted = self._inserted, (0, 0.0)
         if self._clock is not None:
             self._clock.spend(spent, inserted * _INSERT_SECONDS)
-            self._tell(self._clock, done, len(passes), seconds, asked)
+            self._tell(self._clock, done, seconds - spent)
+        if not self.asks_next and self._slots and self._proposal is None:
+            self._drop_trees()
 
-    def _tell(self, clock: DraftingClock, done: Round, passes: int, seconds: float, asked: bool) -> None:
-        """Tell the clock of a round, and follow its decision."""
-        was_on, live = clock.is_on, len(done.rows)
+    def _tell(self, clock: DraftingClock, done: Round, seconds: float) -> None:
+        """Tell the clock of a round, and begin a trial that is due."""
+        passes, live, asked = done.decoding_passes, len(done.rows), self._asked
         if passes and (asked or not done.captured):
             counts = [len(tokens) for tokens in done.appended]
             plain = clock.pass_seconds(live) if asked else None
             self._schedule.advance(self._rows, counts, plain or seconds / max(counts), seconds)
+            if asked and done.captured:
+                self._schedule.captured += seconds
+                clock.captured(seconds)
+            elif asked:
+                self._schedule.tried += seconds
         if passes and not done.captured:
             clock.took(live, passes if done.drafted is None else self._phase.progress, seconds, asked)
         if clock.is_due:
             clock.begin(self._insert_seconds())
             self._begins = False
-        elif was_on and not clock.is_on:
-            self._drop_trees()
 
     def _insert_seconds(self) -> float:
         """About how long it takes to insert what the running requests need."""
@@ -218,6 +205,7 @@ class SuffixDrafting(Drafting):
         return _INSERT_SECONDS * (tokens + sum(len(request.response) for request in running))
 
     def _drop_trees(self) -> None:
+        self._opened = [], np.zeros(0, np.int64)
         self._slots.clear()
         self._phase.drop_trees()
 
@@ -252,11 +240,9 @@ class SuffixDrafting(Drafting):
         self._phase = self.speculator
 
     def abandoned(self) -> None:
-        for slot in self._slots.values():
-            self._phase.discard(slot)
-        self._slots.clear()
+        self._drop_trees()
         self._paths.clear()
-        self._proposal = None
+        self._proposal = self._sampled = None
 
     def released(self, request: Request) -> None:
         path = self._paths.pop(request, None)
@@ -268,29 +254,15 @@ class SuffixDrafting(Drafting):
             return
         self._policy_version, self._is_shared = policy_version, current_mesh().data_size > 1
         if self._clock is not None:
-            self._share_costs(self._clock)
+            self._clock.begin_batch()
+            # The ranks of a replica must make the same drafts.
+            if (mesh := current_mesh()).tensor_size * mesh.pipeline_size > 1:
+                self._clock.share(mesh.gather_over_replica(self._clock.rates())[0])
         # The rollouts so far used the previous weights.
         self._end_paths()
         self.speculator.end_step(policy_version - 1)
         if self._clock is None:
             self.speculator.drafter.insert_all()
-
-    def _share_costs(self, clock: DraftingClock) -> None:
-        """Let the ranks of a replica, which must make the same drafts, use the first rank's measurements."""
-        mesh, gate = current_mesh(), self.speculator.gate
-        clock.begin_batch()
-        gate.is_measured = mesh.tensor_size * mesh.pipeline_size == 1
-        self._uncalibrated += 1
-        costs = None, None, None
-        # A fit takes milliseconds, and costs hardly change.
-        if self._uncalibrated > _CALIBRATED and any(is_drafted for _, _, is_drafted in self._measured):
-            costs, self._uncalibrated = (self.measured_cost(), self.measured_cost(False), self.measured_cost(True)), 0
-        both, plain, drafted = costs
-        if not gate.is_measured:
-            (both, plain, drafted), rates = mesh.gather_over_replica((costs, clock.rates()))[0]
-            clock.share(rates)
-        if both is not None or (plain is not None and drafted is not None):
-            gate.calibrate(plain or both, drafted or both)
 
     def _share(self) -> None:
         """Add what the other replicas have sampled in this phase. Collective over all ranks."""
@@ -323,22 +295,6 @@ class SuffixDrafting(Drafting):
 
     def timing(self) -> dict[str, float]:
         return self.report().metrics()
-
-    def measured_cost(self, drafted: bool | None = None) -> ForwardCost | None:
-        """The cost of a pass, fitted to the median seconds of each number of tokens; None if too few passes have run.
-
-        drafted: use only passes with drafts (True) or only those without (False).
-        """
-        tokens, seconds, kinds = np.array(self._measured, np.float64).reshape(-1, 3).T
-        if drafted is not None:
-            tokens, seconds = tokens[kinds == drafted], seconds[kinds == drafted]
-        counts = [count for count in np.unique(tokens) if (tokens == count).sum() >= 3]
-        counts = counts[:: -(-len(counts) // _FITTED) or 1]
-        try:
-            medians = [np.median(seconds[tokens == count]) for count in counts]
-            return ForwardCost.fit(np.array(counts), np.array(medians), draft=self._phase.gate.drafted_cost.draft)
-        except InputError:
-            return None
 
     def _open(self, rows: Sequence[Request], new: Sequence[int] | None = None) -> np.ndarray:
         """The slots of ``rows``, int64 [n]. Those without one get it, with their tokens but the ``new`` last ones."""

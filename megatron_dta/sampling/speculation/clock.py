@@ -6,18 +6,16 @@ passes without that they replace, at as many running rows. While trials win, the
 rounds with about as many rows wait, twice as long each time.
 
 A round replaces as many passes as the likely last rows have got tokens (the mean, weighted by each row's probability of
-being the last one), since other rows do not shorten the phase. When the phase has ended it is known which sample would
-have ended last without drafts, and ``PlainSchedule`` says what they have saved.
+being the last one), since other rows do not shorten the phase. This is an estimate. When the phase has ended it is
+known which sample would have ended last without drafts, and ``PlainSchedule`` says what they have saved. This corrects
+the account and later estimates (``trust``), and if it is a loss, drafts stop.
 
-Filling the trees when a trial begins takes time. These seconds are spent once and do not decide whether drafts win. But
-no trial begins that may raise all that was spent and lost, less what drafts have saved since, above ``LOSS_SHARE`` of
-the time. Graphs of passes with drafts, which are captured once for each size, do not decide either.
+Filling the trees when a trial begins takes time, as does the capture of a graph for each size of passes with drafts.
+These seconds are spent once and do not decide whether drafts win. But no trial begins that may raise all that was spent
+and lost, less what drafts have saved since, above ``LOSS_SHARE`` of the time.
 
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
-rollout batch (``share``) in place of the seconds of this round.
-
-Example: a pass of 200 rows takes 2 ms. Six rounds with drafts take 30 ms and give the slowest rows 20 tokens, for which
-passes without drafts would have taken 40 ms: the trial saves 10 ms, and the next six rounds may have drafts, too.
+rollout batch (``share``) in place of the seconds of this round, and estimates alone.
 """
 
 from __future__ import annotations
@@ -29,13 +27,15 @@ from heapq import heappop, heappush
 from statistics import median
 
 TRIAL_ROUNDS = 6
-LOSS_SHARE = 0.01
+LOSS_SHARE = 0.015
 _RECENT, _FEWEST = 15, 3
 """Rounds over which a median is taken."""
 _FIRST_WAIT, _LONGEST_WAIT = 32, 4096
 """Passes without drafts before a trial."""
 _UNKNOWN = 2.0
 """Assumed seconds of a round with drafts, over those of a pass without, before one was measured."""
+_CAPTURE_SECONDS = 0.05
+"""Assumed seconds to capture a graph."""
 
 Rates = dict[tuple[bool, int], float]
 
@@ -57,18 +57,22 @@ class PlainSchedule:
 
     Attributes:
         took: measured seconds of the rounds.
+        tried: the part of it of rounds that could have drafts, without captures.
+        captured: seconds of rounds with drafts in which a graph was captured.
         latest: seconds without drafts until the last sample has its tokens.
         ended: samples that are complete since the last round.
         free: heap of the seconds after which rows are free for others.
     """
 
     took: float = 0.0
+    tried: float = 0.0
+    captured: float = 0.0
     latest: float = 0.0
     ended: list[PlainEnd] = field(default_factory=list)
     free: list[float] = field(default_factory=list)
 
     def advance(self, samples: Sequence[PlainEnd], counts: Sequence[int], pass_seconds: float, seconds: float) -> None:
-        """Record a round of ``seconds`` in which the samples got ``counts`` tokens."""
+        """Record a round of ``seconds`` in which the samples got ``counts`` tokens, each in ``pass_seconds``."""
         self.took += seconds
         # Those that end in this round free their rows after it.
         ending = set(samples).intersection(self.ended)
@@ -97,6 +101,8 @@ class DraftingClock:
         self.is_on, self.is_due, self.is_local = False, False, True
         self.saved = self._gained = self._last_gained = self._elapsed = self._lost = self._net = 0.0
         self._risk = self._price = 0.0  # expected seconds of the next trial, and of its trees
+        self._trust, self._captures = 1.0, 0
+        self._estimated = self._estimated_net = 0.0  # seconds that the drafts of this phase replaced and saved
         self._rounds = 0
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
@@ -128,13 +134,16 @@ class DraftingClock:
             return
         if not self.is_local:
             seconds = passes * (plain if not asked else self._shared.get((True, size), _UNKNOWN * plain))
+        if asked:
+            self._estimated += passes * plain
+            passes = max(1.0, self._trust * passes)
         self._elapsed += passes * plain
         if asked:
             self._tried(size, passes * plain - seconds, plain)
             return
         self._passes[size] += passes
         # A round that was launched before a trial began is none of it.
-        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain
+        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain + _CAPTURE_SECONDS * (not self._captures)
         self.is_due = not self.is_on and self._passes[size] >= self._waits[size] and self._affords(self._price)
 
     def begin(self, seconds: float) -> None:
@@ -152,13 +161,32 @@ class DraftingClock:
         self.saved -= seconds
         self._lost += seconds if self.is_local else expected
 
+    def captured(self, seconds: float) -> None:
+        """Record a round with drafts of ``seconds`` in which a graph was captured."""
+        self._captures += 1
+        self._lost += seconds if self.is_local else _CAPTURE_SECONDS
+
+    def end_phase(self, schedule: PlainSchedule) -> None:
+        """End a phase with ``schedule``, in which drafts saved what it says and not what was expected."""
+        saved, estimated, net = schedule.latest - schedule.took, self._estimated, self._estimated_net
+        self.saved, self._estimated, self._estimated_net = self.saved + saved, 0.0, 0.0
+        if not estimated or not self.is_local:
+            return
+        won = saved + schedule.captured
+        self._trust += 0.5 * (min(max((won + schedule.tried) / estimated, 0.0), 2.0) - self._trust)
+        self._gained, self._lost = self._gained + won - net, max(0.0, self._lost + net - won)
+        self.is_on = self.is_on and won >= 0
+
     def _affords(self, seconds: float) -> bool:
         return self._lost + self._risk + seconds <= LOSS_SHARE * self._elapsed
 
     def _tried(self, size: int, net: float, pass_seconds: float) -> None:
         """Record a round of a trial that saved ``net`` seconds; end the trial if it is complete or too expensive."""
+        self._estimated_net += net
         self._gained += net
         self._lost = max(0.0, self._lost - net)
+        if not self.is_on:  # launched before the last trial had ended
+            return
         self._net, self._rounds = self._net + net, self._rounds + 1
         if self._rounds < TRIAL_ROUNDS and self._net > -TRIAL_ROUNDS * pass_seconds:
             return

@@ -122,9 +122,10 @@ class Drafter:
         for problem in self._problems:
             self._insert(problem)
 
-    def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Append ``tokens[offsets[i] : offsets[i + 1]]`` (accepted tokens, or an answer) to ``samples[i]``."""
-        self._forest.extend(samples, tokens, offsets)
+    def extend(self, samples: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, inserts: bool = True) -> None:
+        """Append ``tokens[offsets[i] : offsets[i + 1]]`` (accepted tokens, or an answer) to ``samples[i]``; without
+        ``inserts`` the trees get them with the next call."""
+        self._forest.extend(samples, tokens, offsets, inserts)
 
     def draft(self, samples: np.ndarray, most: np.ndarray) -> Drafts:
         """Continuations of running samples (int [n]) by up to ``most`` (int [n]) tokens."""
@@ -136,13 +137,6 @@ class Drafter:
         problem = self._running.pop(sample)
         self._problems[problem].running -= 1
         self._keep(_Sample(problem, self._forest.tokens(sample), step, sample))
-
-    def discard(self, sample: int) -> None:
-        """Remove a running sample."""
-        problem = self._running.pop(sample)
-        self._forest.remove(sample)
-        self._problems[problem].running -= 1
-        self._drop_if_empty(problem)
 
     def end_step(self, step: int) -> int:
         """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""

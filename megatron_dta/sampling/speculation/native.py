@@ -35,7 +35,7 @@ _SIGNATURES = {
     "sf_new_tree": (_UINT, [_POINTER]),
     "sf_delete_tree": (_INT, [_POINTER, _UINT]),
     "sf_new_text": (_UINT, [_POINTER, _UINT, _UINT, _UINT]),
-    "sf_extend": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _POINTER]),
+    "sf_extend": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT]),
     "sf_finish": (_INT, [_POINTER, _UINT]),
     "sf_remove": (_INT, [_POINTER, _UINT]),
     "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, *[_DOUBLE] * 3, *[_POINTER] * 7]),

@@ -17,14 +17,16 @@ that keeps the CPU time below about ``_QUERY_SHARE`` of a forward.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
+from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
 from megatron_dta.sampling.speculation.lengths import CANDIDATES, LengthClass, LengthHistory, completion_probability
 from megatron_dta.sampling.speculation.report import SpeculationReport
@@ -38,8 +40,6 @@ _MAX_PAUSE = 64
 _FIRST_DRAFTS = 64
 """Maximum drafts in a forward while the acceptance table is empty; the limit grows by 2 for each verified draft."""
 _REPLAN_FORWARDS = 16
-_PROBES, _PROBE_TOKENS = 24, 4
-"""Maximum drafts in a probe, the most probable ones, and their tokens."""
 _MOST_SHARERS = 4
 """Cap on the sharing factor for samples that are unlikely to finish last, as a multiple of the live batch."""
 _CLASS_CAPS = np.array([0, 6, 255])
@@ -60,19 +60,35 @@ _SAMPLE = np.dtype(
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts to verify in one forward: the first ``lengths[i]`` tokens of ``tokens[i]`` for row i, often none.
+    """Drafts to verify in one forward: the first ``lengths[i]`` tokens of row i of ``drafts``, often none.
 
     Attributes:
-        slots: int64 [n]. tokens: int32 [n, width]. lengths: int64 [n].
+        slots: int64 [n]. lengths: int64 [n].
         asked: int64 [q], rows for which a draft was requested.
-        drafts: the drafts of these rows, before the gate.
+        drafts: the drafts of all rows, before the gate.
     """
 
     slots: np.ndarray
-    tokens: np.ndarray
     lengths: np.ndarray
     asked: np.ndarray
     drafts: Drafts
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n, width]."""
+        return self.drafts.tokens
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What drafts of the samples ``slots`` depend on besides their last tokens: numbers of their texts, most tokens of
+    each draft (0: not asked), samples that share each one's forwards, and costs."""
+
+    slots: np.ndarray
+    texts: np.ndarray
+    caps: np.ndarray
+    sharers: np.ndarray
+    cost: ForwardCost
 
 
 class Speculator:
@@ -84,14 +100,15 @@ class Speculator:
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report, self.progress = SpeculationReport(), 1.0
         self._step = self._forwards = 0
-        self._next_plan, self._last_round = 0, (0, 0, 0, 0.0)
+        self._next_plan = 0
+        self._prepared: _Prepared | None = None
         self._free: list[int] = []
         self._problems: list[str] = []
         self._samples = np.zeros(0, _SAMPLE)  # by slot
 
     def unlearned(self) -> Speculator:
         """A speculator with the same settings and costs, but with no samples and no learned estimates."""
-        return Speculator(self.drafter.params, self.gate.unlearned(), self.budget)
+        return Speculator(self.drafter.params, replace(self.gate), self.budget)
 
     def open(
         self,
@@ -121,86 +138,75 @@ class Speculator:
         self._next_plan = 0
         return slot
 
-    def wants(self, live: int) -> bool:
-        """Whether to propose drafts for the next forward or burst of ``live`` samples; call it once for each."""
-        return self.gate.wants(live)
-
     def propose(self, slots: np.ndarray, most: np.ndarray) -> Proposal:
         """Drafts for the samples of a forward (int64 [n]), of at most ``most`` (int64 [n]) tokens each."""
         begin = time.perf_counter()
-        live, width = len(slots), self.drafter.params.draft.width
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.slots is not slots:
+            prepared = self._prepare(slots)
+        caps = np.minimum(most, prepared.caps)
+        drafts = self.drafter.draft(prepared.texts, caps)
+        lengths = self._lengths(drafts, prepared)
+        proposal = Proposal(slots, lengths, caps.nonzero()[0], drafts)
+        if not lengths.any():
+            self._pause(proposal)
+        self.report.queries += len(proposal.asked)
+        self.report.draft_seconds += time.perf_counter() - begin
+        return proposal
+
+    def _prepare(self, slots: np.ndarray) -> _Prepared:
         if self._forwards >= self._next_plan:
             self._plan(slots)
             self._next_plan = self._forwards + _REPLAN_FORWARDS
-        self._forwards += 1
-        pause = self._samples["pause"][slots]
-        self._samples["pause"][slots] = pause - 1
-        caps = np.minimum(np.minimum(most, width), self._samples["cap"][slots])
-        asked = np.flatnonzero((pause <= 0) & self._can_pay(slots) & (caps > 0))
-        tokens, lengths = np.zeros((live, width), np.int32), np.zeros(live, np.int64)
-        drafts = Drafts.empty(0, width)
-        if len(asked):
-            drafts = self.drafter.draft(self._samples["text"][slots[asked]], caps[asked])
-            tokens[asked] = drafts.tokens
-            lengths[asked] = self._lengths(drafts, slots[asked], live)
-            self._pause(slots[asked], lengths[asked] > 0, live)
-        if not lengths.any():
-            self.gate.record_rejected(live)
-        self.report.queries += len(asked)
-        self.report.draft_seconds += time.perf_counter() - begin
-        return Proposal(slots, tokens, lengths, asked, drafts)
+        samples, cost, sharers = self._samples[slots], self.gate.cost(len(slots)), self._sharers(slots, len(slots))
+        # A good draft must gain more than it costs to make.
+        can_pay = _USUAL_GAIN * self.drafter.params.draft.width * cost.base / sharers >= cost.draft
+        caps = np.where((samples["pause"] <= 0) & can_pay, samples["cap"], 0)
+        return _Prepared(slots, samples["text"].astype(np.uint32), caps, sharers, cost)
+
+    def append_sampled(self, proposal: Proposal, tokens: np.ndarray, offsets: np.ndarray) -> None:
+        """Append the new tokens of a forward before ``record`` (``is_appended``), for the drafts of the next one."""
+        self.drafter.extend(self._samples["text"][proposal.slots], tokens, offsets, inserts=False)
 
     def record(
-        self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float
-    ) -> None:
+        self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float,
+        is_appended: bool = False,
+    ) -> None:  # fmt: skip
         """Record a forward: row i accepted the first ``accepted[i]`` tokens of its draft. Its new tokens are
         ``tokens[offsets[i] : offsets[i + 1]]`` (int32), the accepted ones and the one sampled after them."""
         begin = time.perf_counter()
-        asked, drafted = proposal.asked, proposal.lengths
-        self.table.update(
-            proposal.drafts.matches,
-            proposal.drafts.supports,
-            proposal.drafts.probabilities,
-            drafted[asked],
-            accepted[asked],
-        )
-        self._samples["generated"][proposal.slots] += np.diff(offsets)
-        self._samples["steps"][proposal.slots] += 1
-        self._samples["drafted"][proposal.slots] += drafted
-        self._samples["accepted"][proposal.slots] += accepted
-        self.drafter.extend(self._samples["text"][proposal.slots], tokens, offsets)
+        drafts, slots, drafted = proposal.drafts, proposal.slots, proposal.lengths
+        self.table.update(drafts.matches, drafts.supports, drafts.probabilities, drafted, accepted)
+        samples = self._samples[slots]
+        samples["generated"] += np.diff(offsets)
+        samples["steps"] += 1
+        samples["pause"] -= 1
+        samples["drafted"] += drafted
+        samples["accepted"] += accepted
+        self._samples[slots] = samples
+        self._pause(proposal)
+        self._forwards += 1
+        # The trees get the tokens that are appended already.
+        self.drafter.extend(samples["text"], tokens, 0 * offsets if is_appended else offsets)
         live, count = len(drafted), len(drafted) + int(drafted.sum())
-        gain = 0.0
         if count > live:
-            sharers = self._sharers(proposal.slots, live)
-            gain = self.gate.saved(accepted, sharers, live)
-            self.progress = float(np.average(1 + accepted, weights=1 / sharers))
+            self.progress = float(np.average(1 + accepted, weights=1 / self._sharers(slots, live)))
             self.gate.record_progress(self.progress)
-        self._last_round = live, count, 1, gain
         self.report.add_forward(live, count, seconds)
+        if is_appended:
+            self._prepared = self._prepare(slots)
         self.report.draft_seconds += time.perf_counter() - begin
 
-    def took(self, seconds: float) -> None:
-        """Record the wall seconds of the last recorded forward or burst, including the host's part."""
-        (live, tokens, passes, gain), self._last_round = self._last_round, (0, 0, 0, 0.0)
-        if tokens > live:
-            self.gate.record_drafted(live, tokens, gain, seconds)
-        elif live:
-            self.gate.record_plain(live, passes, seconds)
-
-    def record_burst(
-        self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float, was_asked: bool = True
-    ) -> None:
+    def record_burst(self, slots: np.ndarray, appended: Sequence[np.ndarray], seconds: float) -> None:
         """Record a burst of forwards without drafts, which took ``seconds``: row i got the tokens ``appended[i]``
-        (int32), one in each of the first forwards. ``was_asked``: ``propose`` was called before the first forward."""
+        (int32), one in each of the first forwards."""
         begin = time.perf_counter()
         counts = np.array([len(tokens) for tokens in appended], np.int64)
         passes = int(counts.max())
         self._samples["generated"][slots] += counts
         self._samples["steps"][slots] += counts
-        self._samples["pause"][slots] -= counts - was_asked
-        self._forwards += passes - was_asked
-        self._last_round = len(slots), len(slots), passes, 0.0
+        self._samples["pause"][slots] -= counts
+        self._forwards += passes
         offsets = np.concatenate([[0], np.cumsum(counts)])
         self.drafter.extend(self._samples["text"][slots], np.concatenate(appended).astype(np.int32), offsets)
         self.report.draft_seconds += time.perf_counter() - begin
@@ -239,11 +245,6 @@ class Speculator:
         """Add the length of a response, in generated tokens of all its segments and turns."""
         self.history.add(problem, int(self.history.first_class(problem)), length)
 
-    def discard(self, slot: int) -> None:
-        """Abort a sample and remove it from the trees."""
-        self.drafter.discard(int(self._samples["text"][slot]))
-        self._free.append(slot)
-
     def end_step(self, step: int) -> SpeculationReport:
         """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""
         report = self.current_report()
@@ -251,7 +252,6 @@ class Speculator:
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
-        self.gate.end_step()
         self._step, self._forwards, self._next_plan = step + 1, 0, 0
         return report
 
@@ -278,26 +278,23 @@ class Speculator:
         self._problems += [""] * more
         self._free = list(range(size + more - 1, size - 1, -1))
 
-    def _lengths(self, drafts: Drafts, slots: np.ndarray, live: int) -> np.ndarray:
-        """Lengths by the token gate if the whole pass pays; else those of a probe if the gate allows it, or 0."""
-        sharers, width = self._sharers(slots, live), drafts.tokens.shape[1]
-        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities)
-        lengths = token_gate(accept, drafts.lengths, self.gate.cost(live), live, sharers)
-        lengths[np.cumsum(lengths > 0) > _FIRST_DRAFTS + 2 * self.table.verified] = 0
-
-        def gain() -> float:
-            expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
-            return self.gate.gain(expected, sharers, live)
-
-        if self.gate.pays(gain(), live, live + int(lengths.sum())):
+    def _lengths(self, drafts: Drafts, prepared: _Prepared) -> np.ndarray:
+        """Lengths by the token gate if the whole pass pays, else 0."""
+        (live,), width, sharers = drafts.lengths.shape, int(drafts.lengths.max(initial=0)), prepared.sharers
+        if not width:
+            return np.zeros(live, np.int64)
+        if not self.gate.decides and drafts.lengths.sum() <= prepared.cost.knee - live:
+            return drafts.lengths.astype(np.int64)
+        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities[:, :width])
+        lengths = token_gate(accept, drafts.lengths, prepared.cost, live, sharers)
+        if live > (most := _FIRST_DRAFTS + 2 * self.table.verified):
+            lengths[np.cumsum(lengths > 0) > most] = 0
+        if not self.gate.decides:
             return lengths
-        probes = np.minimum(drafts.lengths, _PROBE_TOKENS).astype(np.int64)
-        likeliest = np.argsort(np.where(probes > 0, -accept[:, 0], 1.0), kind="stable")
-        probes[likeliest[_PROBES:]] = 0
-        lengths = lengths if lengths.any() else probes
-        if lengths.any() and self.gate.may_probe(gain(), live, live + int(lengths.sum())):
+        expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
+        if self.gate.pays(self.gate.gain(expected, sharers, live), live, live + int(lengths.sum())):
             return lengths
-        return np.zeros(len(slots), np.int64)
+        return np.zeros(live, np.int64)
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
         """Number of samples that share each sample's forwards, float64 [n]."""
@@ -309,17 +306,12 @@ class Speculator:
         # Assume the same share of long samples among the rows that were not asked.
         return np.where(is_long, max(1.0, float(is_long.mean()) * live), float(live))
 
-    def _can_pay(self, slots: np.ndarray) -> np.ndarray:
-        """Whether a good draft would gain more than it costs to make, bool [n]."""
-        cost = self.gate.cost(len(slots))
-        most = self.drafter.params.draft.width * cost.base / self._sharers(slots, len(slots))
-        return _USUAL_GAIN * most >= cost.draft
-
-    def _pause(self, slots: np.ndarray, useful: np.ndarray, live: int) -> None:
-        """Pause the samples without a useful draft, but no longer than ``_QUERY_SHARE`` requires."""
+    def _pause(self, proposal: Proposal) -> None:
+        """Pause the samples that were asked and have no useful draft, but no longer than ``_QUERY_SHARE`` requires."""
+        live, slots = len(proposal.slots), proposal.slots[proposal.asked]
         cost, pause = self.gate.cost(live), self._samples["next_pause"][slots]
         share = cost.draft * live / (_QUERY_SHARE * float(cost.seconds(live)))
-        longest = int(np.clip(np.ceil(share), 1, _MAX_PAUSE))
+        longest, useful = min(max(math.ceil(share), 1), _MAX_PAUSE), proposal.lengths[proposal.asked] > 0
         self._samples["pause"][slots] = np.where(useful, 0, np.minimum(pause, longest))
         self._samples["next_pause"][slots] = np.where(useful, 1, np.minimum(pause * 2, longest))
 

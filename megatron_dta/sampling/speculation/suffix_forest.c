@@ -107,8 +107,9 @@ static int insert_until(Forest *f, uint32_t text, int64_t end, int64_t early_end
     return 0;
 }
 
-/* Append to n texts tokens[offsets[i] .. offsets[i + 1]); inserts the suffixes that now are long enough. */
-int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t *tokens, const int64_t *offsets) {
+/* Append to n texts tokens[offsets[i] .. offsets[i + 1]), and insert the suffixes that are long enough (or later). */
+int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t *tokens, const int64_t *offsets,
+                  int32_t inserts) {
     Forest *f = forest;
     for (int32_t i = 0; i < n; i++) {
         Text *t = &f->texts[texts[i]];
@@ -126,7 +127,7 @@ int32_t sf_extend(void *forest, int32_t n, const uint32_t *texts, const int32_t 
         memcpy(t->tokens + t->length, tokens + offsets[i], (size_t)more * 4);
         t->length += more;
         int64_t length = t->length;
-        if (insert_until(f, texts[i], length - f->depth + 1, length - f->early_depth + 1)) return -1;
+        if (inserts && insert_until(f, texts[i], length - f->depth + 1, length - f->early_depth + 1)) return -1;
     }
     return 0;
 }

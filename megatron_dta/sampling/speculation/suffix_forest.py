@@ -68,11 +68,11 @@ class Drafts:
     scores: np.ndarray
 
     @classmethod
-    def empty(cls, rows: int, width: int) -> Drafts:
-        shape = (rows, width)
-        lengths, matches, supports = (np.zeros(rows, np.int32) for _ in range(3))
-        none = np.full(rows, -1, np.int32)
-        return cls(np.zeros(shape, np.int32), np.zeros(shape), lengths, matches, none, supports, np.zeros(rows))
+    def unwritten(cls, rows: int, width: int) -> Drafts:
+        """Drafts of ``rows`` texts, whose lengths, matches, trees, supports and scores are undefined."""
+        lengths, matches, trees, supports = np.empty((4, rows), np.int32)
+        tokens, probabilities = np.zeros((rows, width), np.int32), np.zeros((rows, width))
+        return cls(tokens, probabilities, lengths, matches, trees, supports, np.empty(rows))
 
 
 class SuffixForest:
@@ -102,15 +102,13 @@ class SuffixForest:
         """A text without tokens in up to two trees, which will contain its suffixes from position ``begin`` on."""
         return _checked(self._library.sf_new_text(self._forest, trees[0], trees[1], begin))
 
-    def extend(self, texts: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
-        """Append ``tokens[offsets[i] : offsets[i + 1]]`` (int32) to text number ``texts[i]`` (uint32 [n])."""
+    def extend(self, texts: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, inserts: bool = True) -> None:
+        """Append ``tokens[offsets[i] : offsets[i + 1]]`` (int32) to text number ``texts[i]`` (uint32 [n]). Without
+        ``inserts`` the trees get the tokens with the next call."""
         texts, tokens = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(tokens, np.int32)
         offsets = np.ascontiguousarray(offsets, np.int64)
-        _check_status(
-            self._library.sf_extend(
-                self._forest, len(texts), texts.ctypes.data, tokens.ctypes.data, offsets.ctypes.data
-            )
-        )
+        inputs = texts.ctypes.data, tokens.ctypes.data, offsets.ctypes.data
+        _check_status(self._library.sf_extend(self._forest, len(texts), *inputs, inserts))
 
     def finish(self, text: int) -> None:
         """End a text: insert its last suffixes, which are shorter than the depth."""
@@ -124,9 +122,10 @@ class SuffixForest:
     def draft(self, texts: np.ndarray, most: np.ndarray, params: DraftParams) -> Drafts:
         """Continuations of the texts (uint32 [n]), of up to ``most`` (int32 [n]) tokens each."""
         texts, most = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(most, np.int32)
-        drafts = Drafts.empty(len(texts), params.width)
-        outputs = (drafts.tokens, drafts.probabilities, drafts.lengths, drafts.matches, drafts.trees)
-        outputs += (drafts.supports, drafts.scores)
+        drafts = Drafts.unwritten(len(texts), params.width)
+        of_rows = drafts.lengths.ctypes.data
+        outputs = drafts.tokens.ctypes.data, drafts.probabilities.ctypes.data
+        outputs += (*(of_rows + 4 * len(texts) * i for i in range(4)), drafts.scores.ctypes.data)
         status = self._library.sf_draft(
             self._forest,
             len(texts),
@@ -136,7 +135,7 @@ class SuffixForest:
             params.factor,
             params.offset,
             params.min_probability,
-            *(output.ctypes.data for output in outputs),
+            *outputs,
         )
         _check_status(status)
         return drafts

@@ -83,8 +83,8 @@ class Scripted(SuffixDrafting):
     spent = 0.0
 
     def ran(self, seconds: float) -> None:
-        passes = self._last.decoding_passes if self._last is not None else []
-        seconds = sum(1.25e-3 if is_drafted else 1e-3 for _, is_drafted in passes)
+        done = self._last
+        seconds = 0.0 if done is None else done.decoding_passes * (1e-3 if done.drafted is None else 1.25e-3)
         self.spent += seconds
         super().ran(seconds)
 

@@ -15,7 +15,7 @@ from megatron_dta.sampling.speculation.lengths import (
     completion_probability,
 )
 from megatron_dta.sampling.speculation.speculator import Speculator
-from speculation_exact_cases import NoProbes, clockless
+from speculation_exact_cases import clockless
 
 CHEAP = ForwardCost(1.0, 1e-9, 0.0, 0.0)
 
@@ -127,7 +127,7 @@ def test_who_is_last() -> None:
 def taught(budget: str, cost: ForwardCost) -> Speculator:
     """Three problems whose samples are short, medium and long, all of them parts of one text. In the first of two steps
     all begin as medium ones."""
-    speculator = Speculator(DrafterParams(depth=32), clockless(cost, NoProbes), budget)
+    speculator = Speculator(DrafterParams(depth=32), clockless(cost), budget)
     text = np.arange(1000, 1400)
     for step in range(2):
         for problem, length in (("s", 20), ("m", 80), ("l", 320)):

@@ -1,13 +1,11 @@
 """The drafter, the speculator and their connection to the engine: windows, bursts, deferred work, shared clocks."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from conftest import seed_all
-from megatron_dta.core.config import ParallelConfig
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.sampling.in_process import suffix_drafting
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Round
@@ -19,7 +17,6 @@ from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate
 from megatron_dta.sampling.speculation.speculator import Speculator
-from mesh_worker import run_on_ranks
 from speculation_exact_cases import clockless
 
 
@@ -61,7 +58,7 @@ def test_window_budget_and_state_of_the_drafter(max_tokens: int) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(vars(first).values(), vars(second).values(), strict=True))
     assert first.lengths[0] > 0
     assert drafter.stored_tokens == restored.stored_tokens
-    drafter.discard(running)
+    drafter.clear()
     drafter.end_step(99)
     assert (len(drafter._complete), drafter.stored_tokens, drafter._forest.num_nodes) == (0, 0, empty)
 
@@ -191,32 +188,3 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool, monkeypatch
                 drafting.finished(row)
     assert any(any(map(len, drafts)) for drafts in drafted[0])
     assert (drafted[0] == drafted[1]) is not follows_clock
-
-
-def costs_on_rank(rank: int, parallel: ParallelConfig) -> tuple:
-    from megatron_dta.core.model.parallel.mesh import initialize_parallel
-
-    initialize_parallel(5, parallel)
-    gate = SpeculationGate(ForwardCost(), ForwardCost())
-    drafting = SuffixDrafting(Speculator(DrafterParams(), gate))
-    counts = [tokens for tokens in (1, 5, 9, 30) for _ in range(4)]
-    # Each rank's own clock.
-    drafting._measured = [
-        (n, (1 + rank) * (1e-3 + 1e-5 * n + 2e-3 * kind), bool(kind)) for n in counts for kind in (0, 1)
-    ]
-    drafting.weights_changed(1)
-    return gate.plain_cost, gate.drafted_cost, gate.is_measured
-
-
-@pytest.mark.parametrize("sizes", [dict(tensor_model_parallel_size=2), {}])
-def test_ranks_of_a_replica_go_by_one_clock(sizes: dict[str, int], tmp_path: Path) -> None:
-    """Those of two replicas by their own."""
-    first, second = run_on_ranks(costs_on_rank, ParallelConfig(**sizes), 2, tmp_path / "ranks")
-    at = np.array([1, 40])
-    np.testing.assert_allclose(first[0].seconds(at), 1e-3 + 1e-5 * at, rtol=1e-3)
-    np.testing.assert_allclose(first[1].seconds(at), 3e-3 + 1e-5 * at, rtol=1e-3)
-    assert first[2] == second[2] == (not sizes)
-    if sizes:
-        assert first == second
-    else:
-        np.testing.assert_allclose(second[0].seconds(at), 2 * first[0].seconds(at), rtol=1e-3)

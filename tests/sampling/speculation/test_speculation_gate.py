@@ -8,6 +8,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
+from rollout_parts.fitted_cost import fitted_cost
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
 DRAFTED = ForwardCost(base=4e-3, per_token=1e-5)
@@ -42,11 +43,11 @@ def test_fit_of_a_forwards_cost() -> None:
     counts = np.repeat([1, 8, 32, 64, 128, 200, 256, 384, 512, 1024], 5)
     for truth in (ForwardCost(7e-3, 2e-5, 0.0), ForwardCost(6e-3, 3e-5, 200.0), ForwardCost(5e-3, 0.0, 0.0)):
         seconds = truth.seconds(counts) * rng.normal(1, 0.01, len(counts))
-        fitted = ForwardCost.fit(counts, seconds)
+        fitted = fitted_cost(counts, seconds)
         assert np.allclose(fitted.seconds(counts), truth.seconds(counts), rtol=0.02)
     for tokens, seconds in (([1, 2], [1, 1]), ([1, 2, 3], [1, 0, 1]), ([1, 2, 3], [1, np.nan, 1])):
         with pytest.raises(InputError):
-            ForwardCost.fit(np.array(tokens), np.array(seconds))
+            fitted_cost(np.array(tokens), np.array(seconds))
 
 
 def test_calibration_learns_the_truth() -> None:
@@ -70,27 +71,20 @@ def test_calibration_learns_the_truth() -> None:
     )
 
 
-def warm(gate: SpeculationGate, live: int = 40) -> SpeculationGate:
-    """Returns the gate after one burst that took the expected time."""
-    assert not gate.wants(live)
-    gate.record_plain(live, 8, 8 * float(PLAIN.seconds(live)))
-    assert gate.wants(live)
-    return gate
-
-
 def test_what_the_last_sample_saves_goes_down_once_it_drafts():
-    """To what a token takes with drafts; against decoding without any it saves as much as before."""
-    gate = warm(SpeculationGate(PLAIN, DRAFTED))
+    """To what a token takes with drafts."""
+    gate = SpeculationGate(PLAIN, DRAFTED)
     tokens, alone = np.array([3.0]), np.array([1.0])
     before = gate.gain(tokens, alone, 40)
-    assert before == pytest.approx(gate.saved(tokens, alone, 40))
+    assert before == pytest.approx(3 * (2e-3 + 1e-5))
+    assert gate.pays(before, 40, 43)
+    assert not gate.pays(1e-3, 40, 43)
     for _ in range(50):
         gate.record_progress(8.0)
     price = float(DRAFTED.seconds(8)) / 8
     assert price < 0.8 * 2e-3
     assert gate.gain(tokens, alone, 40) == pytest.approx(3 * (price + 1e-5), rel=1e-3)
-    assert gate.saved(tokens, alone, 40) == pytest.approx(before)
-    gate_of_passes = warm(SpeculationGate(PLAIN, DRAFTED, prices_whole=True))
+    gate_of_passes = SpeculationGate(PLAIN, DRAFTED, prices_whole=True)
     gate_of_passes.record_progress(8.0)
     assert gate_of_passes.gain(tokens, alone, 40) == pytest.approx(before)
     # The token gate uses the same cost.

@@ -164,10 +164,9 @@ def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarra
     """``tables``: each row's page table, large enough for ``starts[i] + counts[i]`` positions."""
     widths = -(-(starts + counts) // page_size)
     flat = np.concatenate([table[:width] for table, width in zip(tables, widths.tolist(), strict=True)])
-    begins = np.cumsum(widths) - widths
-    first = np.cumsum(counts) - counts
-    positions = np.arange(counts.sum()) + np.repeat(starts - first, counts)
-    pages = flat[np.repeat(begins, counts) + positions // page_size]
+    begins, ends = widths.cumsum() - widths, counts.cumsum()
+    positions = np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
+    pages = flat[begins.repeat(counts) + positions // page_size]
     return PassRows(positions, pages * page_size + positions % page_size, flat, begins)
 
 
@@ -205,7 +204,7 @@ class StaticPass:
     """Inputs of a pass of at most ``num_tokens`` tokens in at most as many tiles, at fixed addresses.
 
     Attributes:
-        input_ids: int64 [1, num_tokens].
+        input_ids: int64 [1, num_tokens]; in ``inputs`` behind the ``words``. ``empty``: these without any token.
         noise: float64 [num_tokens].
         context: attends with the values that the fields hold when it runs.
         words: int64, the output of ``pack``: positions, slots, noise, slots of states, and tiles.
@@ -226,8 +225,10 @@ class StaticPass:
 
     def _allocate(self, n: int, device: torch.device) -> None:
         self.num_tokens = n
-        self.input_ids = torch.zeros(1, n, dtype=torch.int64, device=device)
-        self.words = torch.from_numpy(self.empty_words(1)[0]).to(device)
+        # One behind the other, for a copy of both; on the host without any token.
+        self.empty = np.append(self.empty_words(1), np.zeros(n, np.int64))
+        self.inputs = torch.from_numpy(self.empty.copy()).to(device)
+        self.words, self.input_ids = self.inputs[:-n], self.inputs[-n:].view(1, n)
         self.noise = self.words[2 * n : 3 * n].view(torch.float64)
         self.state_slots = self.words[3 * n : 4 * n]
 

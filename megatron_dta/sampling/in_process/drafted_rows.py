@@ -1,0 +1,164 @@
+"""Runs passes with drafts of the same rows one after the other, with little of the host's work between two of them.
+
+The drafts of a pass depend on the tokens of the last one, so the device waits for the host in between. Here the host
+makes the drafts, packs the pass and compares what was drawn on arrays of all rows. Everything else (``InProcessEngine``
+enters the tokens into the requests and tells the drafting what the pass cost) is done while the next pass runs. When
+another request may begin, a page is missing or there is no draft, the engine goes on with the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dta.sampling.in_process.bursts import Launcher, Sampled
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, RunningBurst, noise_of
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
+from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.scheduler import Pass
+
+# Positions whose noise is computed at once, and tokens for which pages are reserved beyond a draft.
+_NOISE_AHEAD, _PAGES_AHEAD = 64, 64
+KEPT = 1 << 30
+"""Positions ahead, so that a row keeps all its pages."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a pass has drawn.
+
+    Attributes:
+        rows, drafts: the requests of the pass and their drafts, int32.
+        tokens, logprobs: [n], after each token of the pass.
+        captures: graphs that were captured until its end.
+    """
+
+    rows: list[Request]
+    drafts: list[np.ndarray]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    captures: int
+
+
+class DraftedRows:
+    """The running requests, of which all tokens but the last one are computed.
+
+    Args:
+        most_tokens: maximum number of tokens of a pass.
+        take: enters what a pass has drawn; its rows keep pages for that many positions. Returns those that have ended.
+
+    Attributes:
+        rows: those that go on with drafts; none if the next pass is planned from the requests.
+    """
+
+    def __init__(
+        self, launcher: Launcher, drafting: Drafting, most_tokens: int, take: Callable[[Drawn, int], list[Request]]
+    ) -> None:
+        self.rows = rows = list(launcher.scheduler.running)
+        if any(row.num_tokens - row.num_computed_tokens > 1 for row in rows):
+            self.rows = rows = []
+        self._launcher, self._drafting, self._take = launcher, drafting, take
+        self._most_tokens = min(most_tokens, launcher.steps.most_tokens)
+        self._ends, self._drawn, self._ended = launcher.params.eos_ids, None, []
+        self._num_tokens = np.array([row.num_tokens for row in rows])
+        self._limits = np.array([len(row.tokens) for row in rows])
+        self._last = np.array([row.tokens[row.num_tokens - 1] for row in rows], np.int32)
+        self._noise_begin = self._num_tokens
+        self._noise = np.zeros((len(rows), 0))
+        self._index, self._once = np.arange(len(rows)), np.ones(len(rows), np.int64)
+        self._positions = np.array([row.num_pages * row.page_size for row in rows])
+        self._tables = [row.table for row in rows]
+
+    def round(self) -> list[Request] | None:
+        """Run a pass. Returns the requests that ended in the one before it, or in this one if none is left; None if no
+        pass was run and none has ended."""
+        drawn = self._run()
+        if drawn is not None:
+            self._drawn = drawn
+        if drawn is None or not self.rows:
+            self._enter(0)
+            self.rows = []
+        ended, self._ended = self._ended, []
+        return ended if ended or drawn is not None else None
+
+    def _enter(self, ahead: int) -> None:
+        """Enter what the last pass has drawn."""
+        if self._drawn is not None:
+            self._ended += self._take(self._drawn, ahead)
+        self._drawn = None
+
+    def _run(self) -> Drawn | None:
+        drafting, launcher, n = self._drafting, self._launcher, len(self.rows)
+        waits = launcher.scheduler.waiting and not launcher.scheduler.is_full
+        if waits or not n or not drafting.asks_next or not drafting.wants(n):
+            return None
+        drafts = drafting.propose(self.rows, self._limits - self._num_tokens - 1)
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        columns = np.arange(int(counts.max()))
+        if len(columns) == 1 or counts.sum() > self._most_tokens or not self._has_pages(self._num_tokens + counts - 1):
+            return None
+        is_run = columns < counts[:, None]
+        inputs = np.zeros(is_run.shape, np.int32)
+        inputs[:, 0] = self._last
+        inputs[is_run & (columns > 0)] = np.concatenate(drafts)
+        noise, starts = self._noise_of(columns)[is_run][None], self._num_tokens - 1
+        burst = Burst(inputs[is_run], starts, counts, self._tables, self._once, noise)
+        running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
+        self._enter(KEPT)
+        tokens, logprobs = self._read(running, counts)
+        drawn = np.full(is_run.shape, -1, np.int32)
+        drawn[is_run] = tokens
+        accepted = ((drawn[:, :-1] == inputs[:, 1:]) & is_run[:, 1:]).cumprod(axis=1).sum(axis=1)
+        new = drawn[columns <= accepted[:, None]]
+        has_ended = self._num_tokens + accepted + 1 >= self._limits
+        if not self._ends.isdisjoint(new.tolist()):
+            is_end = np.isin(drawn, list(self._ends)) & (columns <= accepted[:, None])
+            has_ended |= is_end.any(axis=1)
+            accepted = np.where(is_end.any(axis=1), is_end.argmax(axis=1), accepted)
+            new = drawn[columns <= accepted[:, None]]
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        (accepted + 1).cumsum(out=offsets[1:])
+        drafting.sampled(new, offsets)
+        done = Drawn(self.rows, drafts, tokens, logprobs, launcher.steps.captures)
+        self._num_tokens, self._last = (
+            offsets[1:] - offsets[:-1] + self._num_tokens,
+            drawn[self._index, accepted],
+        )
+        if has_ended.any():
+            self._keep((~has_ended).nonzero()[0])
+        return done
+
+    def _keep(self, kept: np.ndarray) -> None:
+        """Go on with the rows number ``kept`` alone."""
+        self.rows, self._tables = [self.rows[i] for i in kept], [self._tables[i] for i in kept]
+        self._num_tokens, self._last, self._limits = self._num_tokens[kept], self._last[kept], self._limits[kept]
+        self._noise, self._noise_begin, self._positions = (
+            self._noise[kept],
+            self._noise_begin[kept],
+            self._positions[kept],
+        )
+        self._index, self._once = self._index[: len(kept)], self._once[: len(kept)]
+
+    def _has_pages(self, ends: np.ndarray) -> bool:
+        """Whether there are pages for all positions before ``ends``; reserves them."""
+        for i in (ends > self._positions).nonzero()[0].tolist():
+            row = self.rows[i]
+            end = min(int(ends[i]) + _PAGES_AHEAD, len(row.tokens))
+            self._positions[i] = self._launcher.scheduler.reserve_pages(row, end)
+        return bool((ends <= self._positions).all())
+
+    def _read(self, running: RunningBurst, counts: np.ndarray) -> Sampled:
+        """Tokens and logprobs of the pass, in which row i has ``counts[i]`` tokens."""
+        (tokens,), (logprobs,) = running.read()
+        return tokens, logprobs
+
+    def _noise_of(self, columns: np.ndarray) -> np.ndarray:
+        """Uniform numbers of the positions ``columns`` after each row's tokens, float64 [n, columns]."""
+        done = self._num_tokens - self._noise_begin
+        if int(done.max()) + len(columns) > self._noise.shape[1]:
+            params, steps = self._launcher.params, max(_NOISE_AHEAD, len(columns))
+            self._noise_begin, done, none = self._num_tokens, 0 * done, [NO_DRAFT] * len(self.rows)
+            self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps).T
+        return self._noise[self._index[:, None], done[:, None] + columns]
