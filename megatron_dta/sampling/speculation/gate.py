@@ -93,7 +93,7 @@ class SpeculationGate:
         return ForwardCost(base, per_token, max(knee, self.free_tokens), self.drafted_cost.draft)
 
     def gain(self, tokens: np.ndarray, sharers: np.ndarray, live: int) -> float:
-        """Seconds saved by ``tokens`` [n] accepted tokens, which may be expected ones, of samples in a pass of ``live``;
+        """Seconds saved by ``tokens`` [n] accepted tokens, also expected ones, of samples in a pass of ``live``;
         ``sharers`` [n] samples share the forwards of each."""
         base, per_token = self._worth(live)
         return float(np.sum(tokens * (base / sharers + per_token)))
