@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from statistics import median
 
 TRIAL_ROUNDS = 6
-LOSS_SHARE = 0.015
+LOSS_SHARE = 0.0125
 _RECENT, _FEWEST = 15, 3
 """Rounds over which a median is taken."""
 _FIRST_WAIT, _LONGEST_WAIT = 32, 4096
