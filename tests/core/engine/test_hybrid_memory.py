@@ -1,4 +1,4 @@
-"""Counted bytes of hybrid models in plain PyTorch against their tensors, and steps within a limit of memory."""
+"""Counted bytes of hybrid models against the tensors that layers keep, and steps within a limit of memory."""
 
 import gc
 from dataclasses import replace
