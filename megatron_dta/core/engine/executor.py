@@ -51,9 +51,13 @@ class TreeEngine(RankModel):
     """
 
     def __init__(
-        self, model: Model | Sequence[torch.nn.Module], temperature: float = 1.0,
-        logprob_chunk_tokens: int | None = None, tree_attention_impl: str = "auto", routing_replay: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model | Sequence[torch.nn.Module],
+        temperature: float = 1.0,
+        logprob_chunk_tokens: int | None = None,
+        tree_attention_impl: str = "auto",
+        routing_replay: bool = False,
+    ) -> None:
         self.memory: MemoryBudget | None = None
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.correction = CostCorrection()
@@ -155,9 +159,13 @@ class TreeEngine(RankModel):
         return StepCounts.of(plan).flops(self.shape), StepCounts.without_sharing(plan).flops(self.shape)
 
     def forward_backward(
-        self, batch: TreeBatch, objective: Objective, forbid_synchronization: bool = False,
-        record_timeline: bool = False, return_outputs: bool = False,
-    ) -> StepResult:  # fmt: skip
+        self,
+        batch: TreeBatch,
+        objective: Objective,
+        forbid_synchronization: bool = False,
+        record_timeline: bool = False,
+        return_outputs: bool = False,
+    ) -> StepResult:
         """Add the gradient of the batch's loss to the parameters' gradients.
 
         Every data-parallel rank must call this with its own part of the step, which may be empty. All ranks of a

@@ -38,9 +38,13 @@ class RankModel:
     """
 
     def __init__(
-        self, model: Model | Sequence[torch.nn.Module], temperature: float, logprob_chunk_tokens: int | None,
-        tree_attention_impl: str, routing_replay: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model | Sequence[torch.nn.Module],
+        temperature: float,
+        logprob_chunk_tokens: int | None,
+        tree_attention_impl: str,
+        routing_replay: bool,
+    ) -> None:
         self.replays_routing = routing_replay
         self.chunks = list(getattr(model, "model_chunks", model))
         self.tree_models: list[TreeGPTModel] = [

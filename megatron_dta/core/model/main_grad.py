@@ -59,9 +59,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Parameter, bias: Tensor | None, reduces_input_gradient: bool,
-        sequence_parallel: bool, group: distributed.ProcessGroup | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        input: Tensor,
+        weight: Parameter,
+        bias: Tensor | None,
+        reduces_input_gradient: bool,
+        sequence_parallel: bool,
+        group: distributed.ProcessGroup | None,
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.weight, ctx.has_bias = weight, bias is not None
         ctx.reduces_input_gradient, ctx.sequence_parallel, ctx.group = reduces_input_gradient, sequence_parallel, group

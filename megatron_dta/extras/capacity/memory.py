@@ -148,9 +148,13 @@ class InFlight:
 
 
 def stage_memory(
-    shape: DecoderShape, mesh: RunMesh, states: StateSettings, stage: int, flight: InFlight,
+    shape: DecoderShape,
+    mesh: RunMesh,
+    states: StateSettings,
+    stage: int,
+    flight: InFlight,
     segment_bytes: SegmentBytes | None = None,
-) -> RankMemory:  # fmt: skip
+) -> RankMemory:
     """Predict the memory of a rank of ``stage``; ``segment_bytes``: bytes per token, None for ``counted_bytes``."""
     segment_bytes = segment_bytes or counted_bytes(shape, mesh, states, tuple(mesh.stage_layers(stage)))
     parameters = rank_parameters(shape, mesh, stage)

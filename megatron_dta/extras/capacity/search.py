@@ -192,9 +192,15 @@ class Planner:
         return self._bytes(choice, tuple(choice.mesh.stage_layers(stage)))
 
     def _prediction(
-        self, choice: Choice, work: ReplicaWork, flights: dict[int, InFlight], busiest: int, bubble: float,
-        utilisation: float, recomputed: float,
-    ) -> Prediction:  # fmt: skip
+        self,
+        choice: Choice,
+        work: ReplicaWork,
+        flights: dict[int, InFlight],
+        busiest: int,
+        bubble: float,
+        utilisation: float,
+        recomputed: float,
+    ) -> Prediction:
         mesh, states = choice.mesh, self._states(choice)
         of_stages = {
             stage: stage_memory(self.shape, mesh, states, stage, flight, self._bytes_of(choice, stage))

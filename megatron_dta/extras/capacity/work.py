@@ -55,9 +55,12 @@ class ReplicaWork:
 
     @classmethod
     def of(
-        cls, segments: SegmentPlan | MergedSegmentTree, counts: tuple[np.ndarray, np.ndarray, np.ndarray],
-        segment_tokens: int, alone: ReplicaWork | None = None,
-    ) -> ReplicaWork:  # fmt: skip
+        cls,
+        segments: SegmentPlan | MergedSegmentTree,
+        counts: tuple[np.ndarray, np.ndarray, np.ndarray],
+        segment_tokens: int,
+        alone: ReplicaWork | None = None,
+    ) -> ReplicaWork:
         """The work of planned segments."""
         return cls(
             *(int(values.sum()) for values in counts),

@@ -83,9 +83,13 @@ class LatentAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: LatentSubmodules, layer_number: int, pg_collection: Any = None,
+        self,
+        config: TransformerConfig,
+        submodules: LatentSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
         **_: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.num_heads = config.num_attention_heads // self.tp_group.size()
@@ -130,9 +134,14 @@ class LatentAttention(MegatronModule):
         return build_module(module, config=config, hidden_size=size, eps=LATENT_NORM_EPSILON)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, rotary_pos_emb: Tensor,
-        packed_seq_params: object = None, **_: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: object = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] for ``hidden_states`` [n, 1, hidden size], and None for a bias.
 
         Args:

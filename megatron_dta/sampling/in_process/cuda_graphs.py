@@ -99,9 +99,13 @@ def _why_not_on_this_rank(model: Model, attention_impl: str) -> str | None:
 
 
 def noise_of(
-    rows: Sequence[Request], drafts: Sequence[np.ndarray], params: SamplingParams, iteration: int, steps: int = 1,
+    rows: Sequence[Request],
+    drafts: Sequence[np.ndarray],
+    params: SamplingParams,
+    iteration: int,
+    steps: int = 1,
     ahead: np.ndarray | int = 0,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Uniform numbers for each row's next position, or the one ``ahead`` of it, and those after its drafted tokens, row
     by row, for ``steps`` consecutive passes: float64 [steps, n]."""
     widths = np.array([len(draft) + 1 for draft in drafts])

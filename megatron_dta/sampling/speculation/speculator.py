@@ -169,9 +169,14 @@ class Speculator:
         self.drafter.extend(self._samples["text"][proposal.slots], tokens, offsets, inserts=False)
 
     def record(
-        self, proposal: Proposal, accepted: np.ndarray, tokens: np.ndarray, offsets: np.ndarray, seconds: float,
+        self,
+        proposal: Proposal,
+        accepted: np.ndarray,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        seconds: float,
         is_appended: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Record a forward: row i accepted the first ``accepted[i]`` tokens of its draft. Its new tokens are
         ``tokens[offsets[i] : offsets[i + 1]]`` (int32), the accepted ones and the one sampled after them."""
         begin = time.perf_counter()

@@ -23,9 +23,15 @@ class TreeAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: object, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None, **_: object,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"tree attention is self-attention, got attention_type={attention_type!r}")
@@ -33,9 +39,16 @@ class TreeAttention(MegatronModule):
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: object = None,
-        attention_bias: Tensor | None = None, packed_seq_params: object = None, **_: object,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+        **_: object,
+    ) -> Tensor:
         context = check_context(packed_seq_params)
         parts, n = tuple(tensor.squeeze(1) for tensor in (query, key, value)), context.position_ids.shape[0]
         # A pass over no tokens has nothing to exchange.

@@ -83,9 +83,14 @@ class KVPool:
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int, slot: SlotShape, dtype: torch.dtype, device: torch.device,
+        self,
+        num_layers: int,
+        num_slots: int,
+        slot: SlotShape,
+        dtype: torch.dtype,
+        device: torch.device,
         with_gradients: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         (num_heads, key_size, value_size), numbers = slot, (num_layers, num_slots)
         self.keys_LSGD = torch.empty(*numbers, num_heads, key_size, dtype=dtype, device=device)
         self.values_LSGD = torch.empty(*numbers, num_heads, value_size, dtype=dtype, device=device)

@@ -32,9 +32,14 @@ class PagedCache:
     """
 
     def __init__(
-        self, layer_numbers: Sequence[int], page_size: int, num_kv_heads: int, sizes: tuple[int, int],
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        layer_numbers: Sequence[int],
+        page_size: int,
+        num_kv_heads: int,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.keys, self.values = (
             {n: torch.empty(0, page_size, num_kv_heads, size, dtype=dtype, device=device) for n in layer_numbers}
             for size in sizes

@@ -212,9 +212,15 @@ class StaticPass:
     """
 
     def __init__(
-        self, num_tokens: int, run: int, shape: HeadShape, page_size: int, tables: Tensor, addresses: Tensor,
+        self,
+        num_tokens: int,
+        run: int,
+        shape: HeadShape,
+        page_size: int,
+        tables: Tensor,
+        addresses: Tensor,
         layer_rows: dict[int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._allocate(num_tokens, tables.device)
         n = num_tokens
         self.context = PagedContext(
@@ -240,9 +246,14 @@ class StaticPass:
         return words
 
     def pack(
-        self, words: np.ndarray, positions: np.ndarray, slots: np.ndarray, noise: np.ndarray, tiles: np.ndarray,
+        self,
+        words: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        noise: np.ndarray,
+        tiles: np.ndarray,
         state_slots: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fill ``words`` [steps, words] with positions, slots, noise and slots of states [steps, n] and tiles
         [steps, T, 4]."""
         n, tokens = self.num_tokens, positions.shape[1]

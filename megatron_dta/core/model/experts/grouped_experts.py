@@ -63,9 +63,14 @@ class GroupedExperts(SameOnEveryMesh):
     _maps: tuple[ExpertMap, ExpertMap] | None = None
 
     def forward(
-        self, x_RC: Tensor, weights_RK: Tensor, rows: ExpertRows, runs_hooks: bool = True, later: Later | None = None,
+        self,
+        x_RC: Tensor,
+        weights_RK: Tensor,
+        rows: ExpertRows,
+        runs_hooks: bool = True,
+        later: Later | None = None,
         step: object | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Sum [R, C] of each token's outputs, each times the router's weight.
 
         Args:
@@ -151,9 +156,13 @@ class ExpertsRun:
     step: object | None = None
 
     def __init__(
-        self, experts: GroupedExperts, rows: ExpertRows, maps: tuple[ExpertMap, ExpertMap], in_buffers: bool,
+        self,
+        experts: GroupedExperts,
+        rows: ExpertRows,
+        maps: tuple[ExpertMap, ExpertMap],
+        in_buffers: bool,
         is_told: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.experts, self.rows, (self.fc1, self.fc2) = experts, rows, maps
         self.in_buffers, self.is_told = in_buffers, is_told
 

@@ -94,9 +94,14 @@ class PassStates:
     """
 
     def __init__(
-        self, owner: DecodeStates, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int],
-        uses_kernels: bool, tentative: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        owner: DecodeStates,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        uses_kernels: bool,
+        tentative: Sequence[int] = (),
+    ) -> None:
         self._owner, self._uses_kernels = owner, uses_kernels
         self._runs = Runs.of_lengths([int(count) for count in counts], owner.device)
         self._layouts: dict[int, PathLayout] = {}

@@ -29,9 +29,13 @@ class StatePool:
     """
 
     def __init__(
-        self, layers: Mapping[int, RecurrentShape], num_slots: int, dtype: torch.dtype, device: torch.device,
+        self,
+        layers: Mapping[int, RecurrentShape],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
         with_gradients: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.row_of_layer = {number: row for row, number in enumerate(layers)}
         self.shape = shape = next(iter(layers.values()), RecurrentShape((), 0, 1))
         self.dtype = accumulation_dtype(dtype)

@@ -37,9 +37,13 @@ class FusedSelfAttention(SelfAttention):
         )
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, packed_seq_params: object = None,
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        packed_seq_params: object = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Output [n, 1, hidden size] and bias of the attention over ``hidden_states`` [n, 1, hidden size]."""
         context = check_context(packed_seq_params)
         if not self.is_fused or context.rotary_tables is None:

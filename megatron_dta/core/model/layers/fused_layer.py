@@ -78,9 +78,14 @@ class FusedLayer(TransformerLayer):
         return self.decoding is not None and self.decoding.is_free
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: object = None, **_: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: object = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         """Output [n, 1, hidden size] of the layer, and None for the context of a cross-attention."""
         context = check_context(packed_seq_params)
         if isinstance(context, PagedContext) and context.direct_until is not None:

@@ -82,9 +82,13 @@ class CostModel:
 
     @classmethod
     def of_passes(
-        cls, token: Sequence[float], pair: Sequence[float], edge: Sequence[float], floor: Sequence[float],
+        cls,
+        token: Sequence[float],
+        pair: Sequence[float],
+        edge: Sequence[float],
+        floor: Sequence[float],
         segment_tokens: int,
-    ) -> CostModel:  # fmt: skip
+    ) -> CostModel:
         """The model with these seconds, each of the forward and of the backward."""
         sums = [sum(passes) for passes in (token, pair, edge, floor)]
         shares = [
