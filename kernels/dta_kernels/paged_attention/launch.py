@@ -95,7 +95,7 @@ def tiles_of(
     """
     first = first_token + counts.cumsum() - counts
     if counts.max() <= tokens:
-        return np.array([first, counts, starts, table_begins]).T
+        return np.stack([first, counts, starts, table_begins], axis=1, dtype=np.int64)
     tiles = -(-counts // tokens)
     row = np.repeat(np.arange(len(counts)), tiles)
     offset = tokens * (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
