@@ -17,6 +17,7 @@ from megatron_dta.wiring.attach import attach_extras
 from roomy import call_with_room
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_PROCESS = os.getpid()
 LONGEST_FIRST = Path(__file__).parent / "longest_first.txt"
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -92,7 +93,8 @@ def rollout_file(name: str) -> Path:
 
 def seed_all(seed: int) -> np.random.Generator:
     """Seed Python, NumPy and (where imported) torch, print the seed for the failure report, return its generator."""
-    print(f"seed {seed}")
+    if os.getpid() == _PROCESS:  # what a forked program prints is not captured
+        print(f"seed {seed}")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if "torch" in sys.modules:

@@ -79,7 +79,6 @@ def _logits(stock: torch.nn.Module, token_ids: np.ndarray) -> Tensor:
 def make_case(seed: int) -> tuple[ModelConfig, dict[str, Tensor], list[TrainingSample]]:
     """A small model, and samples whose fields differ at shared tokens, near the model's own logprobs."""
     generator = np.random.default_rng(seed)
-    print(f"seed {seed}")
     samples = random_training_samples(branching_sequences(generator, count=9, longest=12), seed=seed)
     model = model_config(qk_layernorm=True)
     weights = weights_of(model, seed=seed)
