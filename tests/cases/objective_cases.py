@@ -65,7 +65,7 @@ def values_one_by_one(
     for sample in samples:
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask))
         # What follows the last trained token is in no loss, the auxiliary ones of experts included.
-        values.append(_logits(stock, sample.token_ids[: sample.needed_length()])[trained - 1, 0])
+        values.append(_logits(stock, sample.token_ids[: sample.needed_length])[trained - 1, 0])
     return stock, values
 
 

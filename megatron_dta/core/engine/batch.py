@@ -176,5 +176,5 @@ def _of_all(samples: Sequence[TrainingSample], name: str) -> list[np.ndarray] | 
 
 
 def _trained(arrays: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
-    chosen = [np.asarray(array, dtype=np.float64)[mask] for array, mask in zip(arrays, masks, strict=True)]
-    return np.concatenate([np.zeros(0), *chosen])
+    values, mask = np.concatenate([np.zeros(0), *arrays]), np.concatenate([np.zeros(0, bool), *masks])
+    return values[mask]

@@ -53,7 +53,7 @@ def plan_step(
         ValueError: a sample without a trained token.
         InputError: a budget that no plan can keep.
     """
-    lengths = [sample.needed_length() for sample in samples]
+    lengths = [sample.needed_length for sample in samples]
     if 0 in lengths:
         raise ValueError(f"sample {lengths.index(0)} has no trained token; leave it out of the batch")
     budget, pipeline = budget or StepBudget(), pipeline or PipelineShape()
@@ -109,7 +109,7 @@ def _choose(
     samples: Sequence[TrainingSample], tree_mode: str, budget: StepBudget, pipeline: PipelineShape
 ) -> StepChoice:
     """Choose the fastest plan if stages or memory ask for it or the size is free, or use the given segment size."""
-    lengths = [sample.needed_length() for sample in samples]
+    lengths = [sample.needed_length for sample in samples]
     sequences = [sample.keys[:length] for sample, length in zip(samples, lengths, strict=True)]
     masks = [sample.loss_mask[:length] for sample, length in zip(samples, lengths, strict=True)]
     known = [sample.path for sample in samples if sample.path is not None]
@@ -138,7 +138,7 @@ def _with_token_ids(choice: StepChoice, samples: Sequence[TrainingSample]) -> St
     tree = choice.segments.tree
     stream, _ = tree.stream_indices_of(np.arange(len(samples)))
     token_ids = np.empty_like(tree.token_ids)
-    token_ids[stream] = np.concatenate([sample.token_ids[: sample.needed_length()] for sample in samples])
+    token_ids[stream] = np.concatenate([sample.token_ids[: sample.needed_length] for sample in samples])
     return replace(choice, segments=replace(choice.segments, tree=replace(tree, token_ids=token_ids)))
 
 

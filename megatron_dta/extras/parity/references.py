@@ -80,7 +80,7 @@ def run_one_by_one(
     total, all_logprobs = 0.0, []
     for sample, weight in zip(samples, weights, strict=True):
         # Tokens after the last trained one are in no loss, including the auxiliary losses of experts.
-        token_ids = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64)).to(device)[None]
+        token_ids = torch.from_numpy(sample.token_ids[: sample.needed_length].astype(np.int64)).to(device)[None]
         trained = torch.from_numpy(np.flatnonzero(sample.loss_mask)).to(device)
         distributions = torch.log_softmax(logits_of(token_ids) / temperature, dim=-1)[trained - 1]
         logprobs = distributions.gather(1, token_ids[0, trained, None]).squeeze(1)

@@ -67,7 +67,7 @@ def run_plain_router(model: ModelConfig, weights: dict, samples: list) -> torch.
     stock = build_stock_model(model, torch.device("cpu"), PlainRouter)
     stock.load_state_dict(weights)
     for sample in samples:
-        tokens = torch.from_numpy(sample.token_ids[: sample.needed_length()].astype(np.int64))[None]
+        tokens = torch.from_numpy(sample.token_ids[: sample.needed_length].astype(np.int64))[None]
         length = tokens.shape[1]
         hidden_from = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         stock(tokens, torch.arange(length)[None], hidden_from)

@@ -142,7 +142,7 @@ def test_smallest_budget_keeps_one_path_in_flight(references):
     model, weights, _, _ = references["qwen3"]
     sequences = branching_sequences(seed_all(41), count=20, longest=120)
     samples = random_training_samples(sequences, seed=41)
-    longest = max(sample.needed_length() for sample in samples)
+    longest = max(sample.needed_length for sample in samples)
     segment_tokens = 16
     tree = tree_config("dta", segment_tokens, tree_memory_tokens=longest + segment_tokens)
     _, result = run_tree(model, weights, samples, GRPO, tree)

@@ -56,7 +56,7 @@ def test_replay_equals_stock_megatron_with_the_same_choices(monkeypatch: pytest.
         rows[layer] = [
             row
             for sample, experts in zip(samples, agreed, strict=True)
-            for row in experts[: sample.needed_length(), layer]
+            for row in experts[: sample.needed_length, layer]
         ]
     routed_by = PlainRouter._experts_of
 

@@ -56,7 +56,7 @@ def test_tokens_after_the_last_trained_one_are_not_computed():
     sequence = np.arange(10, dtype=np.int32)
     (sample,) = random_training_samples([sequence], 0, [(sequence > 0) & (sequence < 4)])
     plan = plan_step([sample], "dta", StepBudget(100))
-    assert plan.segments.tree.num_tokens == sample.needed_length() <= 4
+    assert plan.segments.tree.num_tokens == sample.needed_length <= 4
 
 
 def test_an_empty_batch_has_an_empty_plan():

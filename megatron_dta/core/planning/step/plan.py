@@ -138,7 +138,7 @@ def plan_segmented_step(
     samples: Sequence[TrainingSample], choice: StepChoice, pipeline: PipelineShape, activation_tokens: int | None = None
 ) -> StepPlan:
     """Plan a step whose segments and kept activations are already chosen."""
-    segments, lengths = choice.segments, [sample.needed_length() for sample in samples]
+    segments, lengths = choice.segments, [sample.needed_length for sample in samples]
     tree = segments.tree
 
     # Pairs in sequence order, each identified by its child token in the stream.

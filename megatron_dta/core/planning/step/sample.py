@@ -7,6 +7,7 @@ reference logprobs filled in. Only trained tokens reach the loss; the values at 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,11 +81,12 @@ class TrainingSample:
         """Integers [T] by which samples share prefixes."""
         return self.token_ids if self.tree_keys is None else self.tree_keys
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
+    @cached_property
     def needed_length(self) -> int:
         """Number of tokens up to and including the last trained one, or 0 without trained tokens.
 
