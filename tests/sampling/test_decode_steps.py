@@ -74,6 +74,24 @@ def test_a_forest_of_requests_in_float32(kind: str):
     assert (statistics["accepted_drafts"] > 0) == (kind in ("mixed", "suffix"))
 
 
+@interpreter
+@pytest.mark.parametrize(("seed", "kind"), enumerate(["plain", "mixed", "suffix"]))
+def test_random_settings_change_no_sample(seed: int, kind: str):
+    """Short pools, few rows, pages of a position, bursts of any length."""
+    rng = seed_all(1000 + seed)
+    model = make_model(seed, torch.float32, **GROUPED | dict(num_layers=1))
+    drive = Drive(int(rng.integers(1000)), prompts=2, depth=2, longest=24)
+    reference = run_forest(started_plain(model), drive)
+    choices = dict(block_size=[1, 2, 3, 8], burst=[2, 5, 16], max_requests=[2, 5, 32], max_tokens=[11, 64])
+    settings = STATIC | {name: int(rng.choice(values)) for name, values in choices.items()}
+    settings["pages"] = 100 // settings["block_size"] + 12
+    if kind != "plain":
+        settings["drafting"] = suffix_drafting() if kind == "suffix" else Adversary(kind, answers_of(reference), 1)
+    engine = started(model, **settings)
+    assert_same(run_forest(engine, replace(drive, order=seed)), reference, 2e-5)
+    assert engine.pages_in_use == 0
+
+
 def started_plain(model, params=PARAMS, **settings):
     """An engine on PyTorch's attention, whose masked positions must not hold NaN."""
     engine = started(model, params, **settings)
