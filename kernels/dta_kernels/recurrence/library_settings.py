@@ -1,8 +1,9 @@
 """Launch settings of flash-linear-attention's kernels, from a fixed table instead of its tuner.
 
 The tuner compiles all candidates of every kernel at the first step, which takes minutes, and picks by time, so another
-run may add in another order. The settings here are used on Hopper GPUs for heads of 128, the size of the published
-models; elsewhere the tuner decides. ``benchmarks/layers/recurrence.py --tune`` shows what it picks; enter that here.
+run may add in another order. The settings here are used on Hopper GPUs for the heads in
+``HOPPER``, those of the published models with gated delta net; elsewhere, as for Mamba-2, the tuner decides.
+``benchmarks/layers/recurrence.py --tune`` shows what it picks; enter that here.
 """
 
 from __future__ import annotations
