@@ -13,6 +13,7 @@ its own K and V, and an op names its model chunk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.loss_pass import LossPass, Objective
 from megatron_dta.core.engine.rank_model import RankModel
+from megatron_dta.core.model.attention.context import HostWork
 from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans
 from megatron_dta.core.model.attention.segment_context import SegmentContext
@@ -65,7 +67,7 @@ class StageRun:
         self, model: RankModel, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
     ) -> None:
         self.model, self.training, self.clock = model, objective is not None, clock
-        self.identity = object()
+        self.host_work, self.next_context = HostWork(), None
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
@@ -157,6 +159,7 @@ class StageRun:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
         for number in range(len(self.program.ops)):
             self._run(number)
+        self.host_work.pieces = iter(())  # layers keep the step's object
         for pool in self.pools:
             pool.close()
         if self.transport is not None:
@@ -169,7 +172,8 @@ class StageRun:
             rows_per_rank = part.stage_shape(self.program.most_tokens[number], contexts)[0]
         try:
             if op.kind is OpKind.FORWARD:
-                context = self._context(op)
+                context, self.next_context = self.next_context or self._context(op), None
+                self.host_work.pieces = self._pieces(number)
                 context.rows_per_rank = rows_per_rank
                 self._forward(op, context, self._keeps(op))
             else:
@@ -182,6 +186,17 @@ class StageRun:
             # In a job of many processes, the op that failed first locates the cause.
             error.add_note(f"in {self._describe(op)}")
             raise
+
+    def _pieces(self, number: int) -> Iterator[None]:
+        """Prepares what the ops after a forward need: tables of backwards, and the context of the next forward."""
+        for op in self.program.ops[number + 1 :]:
+            if op.kind is OpKind.FORWARD:
+                self.next_context = self._context(op)
+                return
+            plan = self.attention_plans and self.attention_plans.of_segment(op.segment)
+            if plan is not None:
+                plan.backward()
+            yield
 
     def _describe(self, op: PipelineOp) -> str:
         mesh = self.model.mesh
@@ -326,7 +341,7 @@ class StageRun:
             runs = SlotRuns.of(plan.host_slots[chunk][self.paths.stream_indices(segment)], slots)
         return SegmentContext(
             position_ids=plan.positions[tokens],
-            step=self.identity,
+            step=self.host_work,
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             context_group=self.model.context_group,
             pool=self.pools[chunk],
