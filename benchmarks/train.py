@@ -230,6 +230,7 @@ class Benchmark:
         profiled = {}
         if self.arguments.profile and self.device.type == "cuda":
             step = lambda: self.engine.forward_backward(batch, self.timer.objective)  # noqa: E731
+            self.engine.prepare_ahead(batch, self.timer.objective)
             profiled["profile"] = profile_step(step)
         return (
             profiled

@@ -122,6 +122,8 @@ class StepTimer:
             self.zero_gradients()
             self.mesh.wait_for_all()
             recorded = self.mesh.pipeline_size > 1 and step == steps
+            # In a run, where the step before is still being computed.
+            self.engine.prepare_ahead(batch, self.objective)
             start = now(self.device)
             result = self.engine.forward_backward(batch, self.objective, record_timeline=recorded)
             finalize_model_grads(self.chunks)

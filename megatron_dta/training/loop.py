@@ -252,7 +252,9 @@ class Trainer:
         if not self.progress.waiting and self.config.data.rollouts and not (is_last or self.preparation.needs_weights):
             self._ahead = self.preparation.prepare(self._collect())
         for step in (self.progress.waiting or self._ahead or [])[:1]:
-            step.batch(self.config.tree, self.config.objective, self.engine)
+            batch = step.batch(self.config.tree, self.config.objective, self.engine)
+            if self.teachers is None:  # which add to the batch
+                self.engine.prepare_ahead(batch, self.objective)
 
     def _train_policy(self, step: StepSamples, watch: Stopwatch) -> dict[str, Any]:
         """Run the policy's forward, backward and update, and return their metrics."""

@@ -59,6 +59,7 @@ class TreeEngine(RankModel):
         routing_replay: bool = False,
     ) -> None:
         self.memory: MemoryBudget | None = None
+        self._next_run: StageRun | None = None
         super().__init__(model, temperature, logprob_chunk_tokens, tree_attention_impl, routing_replay)
         self.correction = CostCorrection()
 
@@ -158,6 +159,11 @@ class TreeEngine(RankModel):
         """
         return StepCounts.of(plan).flops(self.shape), StepCounts.without_sharing(plan).flops(self.shape)
 
+    def prepare_ahead(self, batch: TreeBatch, objective: Objective) -> None:
+        """Upload what ``forward_backward`` of the same arguments will begin with, while the device computes a step."""
+        self._next_run = StageRun(self, batch, objective)
+        self._next_run.make_first_tables()
+
     def forward_backward(
         self,
         batch: TreeBatch,
@@ -183,7 +189,10 @@ class TreeEngine(RankModel):
 
             batch, pair_metrics = with_pair_terms(batch, pair_function, self.compute_logprobs(batch), self.mesh)
         self._check_agreement(batch, training=True)
-        run = StageRun(self, batch, objective, self._clock() if record_timeline else None)
+        run, self._next_run = self._next_run, None
+        if run is None or run.batch is not batch or run.loss.objective is not objective:
+            run = StageRun(self, batch, objective)
+        run.clock = self._clock() if record_timeline else None
         with _synchronization_is_an_error() if forbid_synchronization else nullcontext(), self._constant_weights():
             run.walk()
         result = _result(run, batch, self.mesh)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,6 @@ from megatron_dta.core.model.kernel_types import accumulation_dtype
 from megatron_dta.core.planning.pipeline.schedule import PipelineOp
 from megatron_dta.core.planning.segments.plan import OpKind
 from megatron_dta.core.planning.step.passes import stage_program, state_slots
-from megatron_dta.core.planning.step.plan import StepPlan
 
 if TYPE_CHECKING:
     from megatron_dta.core.engine.expert_pass import ExpertPass
@@ -63,10 +62,10 @@ class _InFlight:
 class StageRun:
     """State of one pass over the ops; ``objective`` None is a pass for logprobs only."""
 
-    def __init__(
-        self, model: RankModel, batch: TreeBatch, objective: Objective | None, clock: OpClock | None = None
-    ) -> None:
-        self.model, self.training, self.clock = model, objective is not None, clock
+    clock: OpClock | None = None
+
+    def __init__(self, model: RankModel, batch: TreeBatch, objective: Objective | None) -> None:
+        self.model, self.batch, self.training = model, batch, objective is not None
         self.host_work, self.next_context = HostWork(), None
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
@@ -81,9 +80,7 @@ class StageRun:
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
-        self.pools = [self._pool(chunk) for chunk in range(len(model.chunks))]
         self.layer_rows = [part.attention_rows for part in model.tree_models]
-        self.states = self._step_states(step)
         self.attention_plans = None
         if model.uses_kernels:
             of_keys = model.attention_shape, model.device
@@ -124,6 +121,18 @@ class StageRun:
         replays = self.model.replays_routing
         return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
+    def make_first_tables(self) -> None:
+        """Make what the first op would make, but its memory."""
+        for op in self.program.ops[:1]:
+            plan = self.attention_plans and self.attention_plans.of_segment(op.segment)
+            if plan is not None:
+                plan.backward()
+
+    @cached_property
+    def pools(self) -> list[KVPool]:
+        """K and V of each model chunk, allocated when the pass begins."""
+        return [self._pool(chunk) for chunk in range(len(self.model.chunks))]
+
     def _pool(self, chunk: int) -> KVPool:
         num_layers, on_host = len(self.model.tree_models[chunk].attention_rows), self.model.kv_on_host
         create = KVPool if on_host is None else partial(on_host.pool, chunk)
@@ -136,7 +145,8 @@ class StageRun:
             with_gradients=self.training,
         )
 
-    def _step_states(self, step: StepPlan) -> list[StepStates]:
+    @cached_property
+    def states(self) -> list[StepStates]:
         """The states at forks of each model chunk; none for a model without a recurrence."""
         ranks = self.model.mesh.context_size
         layers = [
@@ -148,6 +158,7 @@ class StageRun:
         from megatron_dta.core.model.hybrid.segment_states import StepStates
         from megatron_dta.core.model.hybrid.state_pool import StatePool
 
+        step = self.batch.plan
         slots = state_slots(step.runs, self.pass_plan, self.model.mesh.pipeline_rank)
         states = []
         for of_chunk, (slot_start, num_slots) in zip(layers, slots, strict=True):

@@ -177,8 +177,10 @@ def test_gradients_accumulate_and_a_second_step_is_identical(references):
     engine.forward_backward(batch, GRPO)
     once = {name: copy.deepcopy(p.grad) for name, p in tree_model.named_parameters()}
     tree_model.zero_grad()
+    engine.prepare_ahead(batch, GRPO)
     engine.forward_backward(batch, GRPO)
     assert all(torch.equal(once[name], p.grad) for name, p in tree_model.named_parameters())
+    engine.prepare_ahead(prepare_batch(samples[:1], tree_config("dta", 9)), GRPO)  # not the next step, after all
     engine.forward_backward(batch, GRPO)
     for name, p in tree_model.named_parameters():
         torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-12, atol=1e-16)
