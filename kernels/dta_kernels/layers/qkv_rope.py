@@ -71,8 +71,8 @@ def turn_head(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, q_out, k_out, num_rows, num_groups, eps, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, q_out, k_out, v_out, num_rows, num_groups, eps,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
@@ -89,11 +89,24 @@ def _forward_kernel(
             source + head * D, q_out + (of_group * HEADS + head) * D, q_weight_in, cos, sin, half_exists, rest_exists,
             eps, 0, 1, D, HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
         )  # fmt: skip
-    if KEYS:
+    if k_out is not None:
         turn_head(
             source + HEADS * D, k_out + of_group * D, k_weight_in, cos, sin, half_exists, rest_exists, eps, 0, 1, D,
             HALF, REST, BLOCK_HALF, BLOCK_REST, NORM,
         )  # fmt: skip
+    if v_out is not None:
+        _copy_head(source + (HEADS + 1) * D, v_out + of_group * D, half_exists, rest_exists, h, r, HALF, REST)
+
+
+@triton.jit
+def _copy_head(source, target, half_exists, rest_exists, h, r, HALF: tl.constexpr, REST: tl.constexpr):
+    value = tl.load(source + h[None, :], mask=half_exists, other=0.0)
+    tl.store(target + h[None, :], value, mask=half_exists)
+    value = tl.load(source + HALF + h[None, :], mask=half_exists, other=0.0)
+    tl.store(target + HALF + h[None, :], value, mask=half_exists)
+    if REST:
+        value = tl.load(source + r[None, :], mask=rest_exists, other=0.0)
+        tl.store(target + r[None, :], value, mask=rest_exists)
 
 
 @triton.jit
@@ -192,13 +205,7 @@ def _backward_kernel(
         k_second += k2
         k_rest += k3
         grad_v, target = grad_v_in + of_group * D, target + (HEADS + 1) * D
-        value = tl.load(grad_v + h[None, :], mask=half_exists, other=0.0)
-        tl.store(target + h[None, :], value, mask=half_exists)
-        value = tl.load(grad_v + HALF + h[None, :], mask=half_exists, other=0.0)
-        tl.store(target + HALF + h[None, :], value, mask=half_exists)
-        if REST:
-            value = tl.load(grad_v + r[None, :], mask=rest_exists, other=0.0)
-            tl.store(target + r[None, :], value, mask=rest_exists)
+        _copy_head(grad_v, target, half_exists, rest_exists, h, r, HALF, REST)
     if NORM:
         partial = (program * num_groups + group).to(tl.int64) * D
         _store_weight_gradient(grad_q_weight_out + partial, q_first, q_second, q_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
@@ -215,9 +222,8 @@ _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 
 
 @lru_cache
-def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool, keys: bool | None = None) -> Launcher:
-    more = {} if keys is None else {"KEYS": keys}
-    return Launcher(_KERNELS[name], **more, **head_blocks(layout, num_pairs), NORM=norm)
+def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool) -> Launcher:
+    return Launcher(_KERNELS[name], **head_blocks(layout, num_pairs), NORM=norm)
 
 
 @lru_cache
@@ -254,16 +260,16 @@ class MixedQKV(NamedTuple):
     layout: QKVLayout
     eps: float
 
-    def write(self, q_NHD: Tensor, k_NGD: Tensor | None = None) -> None:
-        """Write rotated queries and, unless it is None, keys, without autograd; a repeat gives the same bits."""
+    def write(self, q_NHD: Tensor, k_NGD: Tensor | None = None, v_NGD: Tensor | None = None) -> None:
+        """Write rotated queries and, unless they are None, keys and a copy of the values, without autograd; a repeat
+        gives the same bits.
+        """
         (N, pairs), norm, groups = self.cos.shape, self.q_weight is not None, self.layout.num_groups
         if N == 0:
             return
-        has_keys = k_NGD is not None
-        _launcher("forward", self.layout, pairs, norm, has_keys)(
-            (groups, ceil_div(N, _rows(pairs))), *self.inputs(), q_NHD, k_NGD if has_keys else q_NHD, N, groups,
-            self.eps,
-        )  # fmt: skip
+        grid = groups, ceil_div(N, _rows(pairs))
+        launch = _launcher("forward", self.layout, pairs, norm)
+        launch(grid, *self.inputs(), q_NHD, k_NGD, v_NGD, N, groups, self.eps)
 
     def values(self) -> Tensor:
         """The values [N, G, D] as a view of the mixed rows."""

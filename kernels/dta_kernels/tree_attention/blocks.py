@@ -166,7 +166,9 @@ def local_key_end(query_begin: int, num_queries: int, ancestor_end: np.ndarray, 
         raise ValueError(f"{len(own_end)} subtree ends for {num_queries} queries")
     if np.any(np.asarray(own_end) <= query_begin + np.arange(num_queries)):
         raise ValueError("a subtree ends after its own token, at the earliest")
-    return (np.clip(ends - query_begin, 0, num_queries) + len(ancestor_end)).astype(np.int32)
+    # Not np.clip, which takes several times as long.
+    within = np.minimum(np.maximum(ends - query_begin, 0), num_queries)
+    return (within + len(ancestor_end)).astype(np.int32)
 
 
 def block_matrix(key_end: np.ndarray, num_queries: int, block_q: int, block_k: int) -> BlockMatrix:
@@ -296,7 +298,8 @@ def _divide(table: BlockTable, shares: np.ndarray) -> BlockTable:
     programs[:, RUN_BEGIN] += np.minimum(begin, run)
     programs[:, LIST_END] = programs[:, LIST_BEGIN] + np.maximum(end - run, 0)
     programs[:, LIST_BEGIN] += np.maximum(begin - run, 0)
-    programs[:, LIST_MIDDLE] = programs[:, LIST_MIDDLE].clip(programs[:, LIST_BEGIN], programs[:, LIST_END])
+    middle = np.maximum(programs[:, LIST_MIDDLE], programs[:, LIST_BEGIN])
+    programs[:, LIST_MIDDLE] = np.minimum(middle, programs[:, LIST_END])
     programs[:, TILE_BEGIN] += begin
     programs[:, SHARE] = 2 * number + (number == shares - 1)
     return BlockTable(programs, table.blocks, table.tiles)

@@ -7,6 +7,7 @@ results reproducible bit for bit. ``benchmarks/layers/attention.py`` measures ot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -143,6 +144,7 @@ def default_config(
     return replace(config, forward=forward, query_gradients=queries)
 
 
+@cache  # reading a package's version takes as long as planning a segment
 def _has_tried_gluon() -> bool:
     try:
         return version("triton").startswith(_GLUON_VERSIONS)

@@ -5,7 +5,7 @@ Separate from ``launch``, so that Gluon, which is experimental in Triton, is imp
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -27,10 +27,8 @@ def forward_on_hopper(
     _check(plan, settings, rows=128)
     M, G, D = k_MGD.shape
     pack = settings.pack(shape.group_size)
-    keys, values = (
-        shared.of_tensor(name, x, lambda x: _descriptor(x, [M, G * D], [settings.keys, D]))
-        for name, x in (("k", k_MGD), ("v", v_MGD))
-    )
+    describe = partial(_descriptor, shape=[M, G * D], block=[settings.keys, D])
+    keys, values = shared.of_tensor("k", k_MGD, describe), shared.of_tensor("v", v_MGD, describe)
     launch = shared.get("forward", lambda: _launcher("forward", shape, pack, BLOCK_K=settings.keys))
     heads = shape.num_heads // pack
     launch(

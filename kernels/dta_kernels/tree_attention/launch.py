@@ -278,12 +278,9 @@ def check_inputs(
     plan: TreeAttentionPlan, scale: float, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, key_end_M: Tensor
 ) -> None:
     """Raise ``ValueError`` if the inputs do not fit the plan."""
-    shape, M = plan.shape, plan.num_keys
-    planned = [((plan.num_queries, shape.num_heads, shape.head_size), shape.dtype)]
-    planned += [((M, shape.num_groups, shape.head_size), shape.dtype)] * 2 + [((M,), torch.int32)]
     given = [(tensor.shape, tensor.dtype) for tensor in (q_NHD, k_MGD, v_MGD, key_end_M)]
-    if given != planned:
-        raise ValueError(f"queries, keys, values and ends of keys {given} do not fit a plan for {planned}")
+    if given != plan.inputs:
+        raise ValueError(f"queries, keys, values and ends of keys {given} do not fit a plan for {plan.inputs}")
     if not scale > 0:
         raise ValueError(f"scale {scale}: must be above 0")
 

@@ -1,8 +1,8 @@
 """Prepares the block tables of the tree attention kernels for a segment and uploads them in one copy.
 
 A ``TreeAttentionPlan`` holds the block tables of one segment (see ``blocks``) for the tile sizes of one configuration.
-The tables do not depend on the layer, so all layers of a step share them. ``key_end`` is not part of the plan: an
-engine that has subtree ends on the device computes it there (``local_key_end_on_device``), without a copy.
+The tables do not depend on the layer, so all layers of a step share them. ``key_end`` goes to the device in the same
+copy; where there is no plan, it is computed there from the subtree ends (``local_key_end_on_device``).
 
 The tables of the backward take the host most of the time. They are made at the first backward, while the device
 computes the forward, and not at all in a pass without one.
@@ -11,8 +11,9 @@ computes the forward, and not at all in a pass without one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property, partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -91,6 +92,7 @@ class TreeAttentionPlan:
 
     Attributes:
         num_queries, num_keys: N and M = A + N.
+        key_end: ``local_key_end`` on the device.
         forward: tiles of queries in the forward pass.
         backward: returns the tables of the backward, which the first call makes.
         paths: for a forward pass that is invariant (``dta_kernels.invariant``); None for the usual one.
@@ -100,6 +102,7 @@ class TreeAttentionPlan:
     config: TreeAttentionConfig
     num_queries: int
     num_keys: int
+    key_end: Tensor
     forward: DeviceTable
     backward: Callable[[], BackwardPlan]
     paths: DeviceTables | None = None
@@ -107,6 +110,12 @@ class TreeAttentionPlan:
     @property
     def num_ancestors(self) -> int:
         return self.num_keys - self.num_queries
+
+    @cached_property
+    def inputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of queries, keys, values and ends of keys."""
+        (H, G, D, dtype), N, M = astuple(self.shape), self.num_queries, self.num_keys
+        return [((N, H, D), dtype), *[((M, G, D), dtype)] * 2, ((M,), torch.int32)]
 
 
 def plan_tree_attention(
@@ -125,12 +134,14 @@ def plan_tree_attention(
     heads = shape.num_heads // config.forward.pack(shape.group_size)
     of_paths = shape.group_size, shape.head_size, shape.dtype
     rows = _matrix(key_end, num_queries, shape, config.forward).rows(_rows_at_once(config.forward, heads))
+    (forward,), on_device = _upload_tables([rows], device, key_end)
     return TreeAttentionPlan(
         shape=shape,
         config=config,
         num_queries=num_queries,
         num_keys=len(key_end),
-        forward=_upload_tables([rows], device)[0],
+        key_end=on_device,
+        forward=forward,
         backward=cache(partial(_plan_backward, key_end, num_queries, shape, device, config)),
         paths=DeviceTables.of(key_end, num_queries, *of_paths, device) if is_batch_invariant() else None,
     )
@@ -169,7 +180,7 @@ def _plan_backward(
     chunks = stored_groups * shape.group_size // backward.pack(shape.group_size)
     last = _rows_at_once(config.query_gradients, chunks)
     parts = [by_keys.tables(chunk_rows, most_blocks, together, last) for chunk_rows in rows]
-    by_part = _upload_tables([table for part in parts for table in (part.columns, part.rows)], device)
+    by_part, _ = _upload_tables([table for part in parts for table in (part.columns, part.rows)], device)
     return BackwardPlan(
         parts=tuple(map(BackwardPart, by_part[::2], by_part[1::2])),
         stored_groups=stored_groups,
@@ -186,10 +197,14 @@ def _rows_at_once(settings: KernelConfig, programs: int) -> float | None:
     return _MULTIPROCESSORS / programs if settings.hopper else None
 
 
-def _upload_tables(tables: list[BlockTable], device: torch.device) -> list[DeviceTable]:
+def _upload_tables(
+    tables: list[BlockTable], device: torch.device, *more: np.ndarray
+) -> tuple[list[DeviceTable], Tensor | None]:
+    """The tables on the device, and the array given beside them."""
     arrays = [array for table in tables for array in (table.programs, table.blocks, table.tiles)]
-    pieces = iter(upload(arrays, device, torch.int32))
-    return [DeviceTable(next(pieces).view(-1, 8), next(pieces), next(pieces), table.num_unfinished) for table in tables]
+    pieces = iter(upload([*arrays, *more], device, torch.int32))
+    on_device = [DeviceTable(next(pieces).view(-1, 8), *islice(pieces, 2), table.num_unfinished) for table in tables]
+    return on_device, next(pieces, None)
 
 
 def local_key_end_on_device(query_index_N: Tensor, key_end_M: Tensor) -> Tensor:

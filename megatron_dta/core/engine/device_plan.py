@@ -122,11 +122,12 @@ class DevicePlan:
 
     def path_of(self, segment: int) -> Tensor:
         """Stream indices int64 [A] of the segment's ancestors in earlier segments, in order."""
-        runs = slice(self.segment_runs[segment], self.segment_runs[segment + 1])
+        tokens, runs = self.path_lengths[segment], slice(*self.segment_runs[segment : segment + 2])
+        if not tokens:
+            return self.stream[:0]
         begin, length = self.run_begin[runs], self.run_length[runs]
         # Token i of the path is token i - (tokens of earlier runs) of its run. The size is given, so nothing waits.
         shift = begin - (length.cumsum(0) - length)
-        tokens = self.path_lengths[segment]
         return self.stream[:tokens] + shift.repeat_interleave(length, output_size=tokens)
 
 

@@ -75,7 +75,7 @@ class StageRun:
             step, model.device, self.program, not self.training, model.logprob_chunk_tokens, own_tokens
         )
         dtype = accumulation_dtype(model.dtype)
-        self.loss = LossPass(batch, self.plan, objective, dtype, model.device, model.context_group)
+        self._make_loss = partial(LossPass, batch, self.plan, objective, dtype, model.device, model.context_group)
         self.teachers = self._teacher_pass(batch, dtype) if self.training and batch.teachers else None
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
@@ -92,6 +92,11 @@ class StageRun:
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
+    @cached_property
+    def loss(self) -> LossPass:
+        """Made when it is first needed, while the device runs the first forward."""
+        return self._make_loss()
+
     def _teacher_pass(self, batch: TreeBatch, dtype: torch.dtype) -> TeacherPass:
         from megatron_dta.core.engine.teacher_pass import TeacherPass
 
@@ -102,15 +107,9 @@ class StageRun:
         from megatron_dta.core.model.parallel.stage_channels import stage_channels
 
         model, mesh = self.model, self.model.mesh
-        return StageTransport(
-            partial(model.tree_models[0].stage_shape, context_size=mesh.context_size),
-            stage_channels(),
-            mesh.pipeline_rank,
-            self.program.messages,
-            self.lengths,
-            model.dtype,
-            model.device,
-        )
+        shape = partial(model.tree_models[0].stage_shape, context_size=mesh.context_size)
+        messages = self.program.messages, self.lengths
+        return StageTransport(shape, stage_channels(), mesh.pipeline_rank, *messages, model.dtype, model.device)
 
     def _expert_passes(self, batch: TreeBatch) -> list[ExpertPass]:
         """One ``ExpertPass`` for each model chunk of a model with experts."""
@@ -136,14 +135,8 @@ class StageRun:
     def _pool(self, chunk: int) -> KVPool:
         num_layers, on_host = len(self.model.tree_models[chunk].attention_rows), self.model.kv_on_host
         create = KVPool if on_host is None else partial(on_host.pool, chunk)
-        return create(
-            num_layers=num_layers,
-            num_slots=self.program.num_slots[chunk],
-            slot=self.model.slot,
-            dtype=self.model.dtype,
-            device=self.model.device,
-            with_gradients=self.training,
-        )
+        sizes = dict(num_layers=num_layers, num_slots=self.program.num_slots[chunk], slot=self.model.slot)
+        return create(**sizes, dtype=self.model.dtype, device=self.model.device, with_gradients=self.training)
 
     @cached_property
     def states(self) -> list[StepStates]:
@@ -344,7 +337,10 @@ class StageRun:
     def _context(self, op: PipelineOp) -> SegmentContext:
         plan, segment, chunk = self.plan, op.segment, op.chunk
         tokens = slice(plan.start[segment], plan.start[segment + 1])
-        path = plan.path_of(segment)
+        path, queries, indices = plan.path_of(segment), plan.stream[tokens], {}
+        if self.attention_plans is None:
+            ends = torch.cat([plan.subtree_end[path], plan.subtree_end[tokens]])
+            indices = dict(query_index=queries, key_index=torch.cat([path, queries]), key_end=ends)
         slot = plan.slot_start[chunk][segment]
         slots = slice(slot, slot + tokens.stop - tokens.start)
         runs = None
@@ -361,9 +357,7 @@ class StageRun:
             slots=slots,
             slot_runs=runs,
             ancestor_slots=plan.token_slot[chunk][path],
-            query_index=plan.stream[tokens],
-            key_index=torch.cat([path, plan.stream[tokens]]),
-            key_end=torch.cat([plan.subtree_end[path], plan.subtree_end[tokens]]),
+            **indices,
             attention_plan=self.attention_plans.of_segment(segment) if self.attention_plans is not None else None,
             runs_hooks=self.model.syncs_in_backward and self.last_backward.get(chunk) == segment,
         )

@@ -156,8 +156,9 @@ class MainGradEmbedding(VocabParallelEmbedding):
         """Embeddings of the token ids ``input_`` [b, n], in Megatron's layout."""
         if main_grad_of(self.weight) is None:
             return super().forward(input_)
-        row, is_own = input_ - self.vocab_start_index, None
+        row, is_own = input_, None
         if self.tp_group.size() > 1:
+            row = input_ - self.vocab_start_index
             is_own = (row >= 0) & (row < self.num_embeddings_per_partition)
             # Tokens of other ranks add zeros; spread over the rows, because adding all of them to one row is slow.
             row = row.remainder(self.num_embeddings_per_partition)

@@ -106,10 +106,11 @@ def check_recomputed_bits(
     assert torch.equal(again, swiglu(gated))
     mixed = random(rows, groups * (heads + 2) * size)
     heads = MixedQKV(mixed, *tables(rows, rotated, device), random(size), random(size), layout, EPS)
-    query = qkv_rope(heads)[0]
-    again = torch.empty_like(query)
-    heads.write(again)
-    assert torch.equal(again, query)
+    outputs = qkv_rope(heads)
+    for count in (1, 2, 3):
+        again = [torch.empty_like(tensor).contiguous() for tensor in outputs[:count]]
+        heads.write(*again)
+        assert all(map(torch.equal, again, outputs))
 
 
 def mean_errors(actual: list[Tensor], wanted: list[Tensor]) -> list[float]:

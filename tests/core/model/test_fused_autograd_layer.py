@@ -147,11 +147,15 @@ def test_frozen_weights_and_hooks_go_through_the_modules(counted):
     wrapped.gradients(samples, tree)
     before = counted.passes
     assert before
-    for layer in wrapped.model.decoder.layers:
-        layer.mlp.linear_fc2.register_forward_hook(lambda *_: calls.append(1))
-    wrapped.gradients(samples, tree)
-    assert counted.passes == before
-    assert calls
+    of_modules = [(layer, layer.mlp.linear_fc2) for layer in wrapped.model.decoder.layers]
+    for number in (0, 1):  # of the layer itself, and of a module in it
+        hooks = [modules[number].register_forward_hook(lambda *_: calls.append(1)) for modules in of_modules]
+        wrapped.gradients(samples, tree)
+        assert counted.passes == before
+        assert calls
+        calls.clear()
+        for hook in hooks:
+            hook.remove()
 
 
 @kernels_run

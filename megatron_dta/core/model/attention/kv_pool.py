@@ -69,9 +69,11 @@ class SlotRuns:
 
 def zero_slots(grad_keys_LSGD: Tensor, grad_values_LSGD: Tensor, slots: slice) -> None:
     """Zero the slots of all layers, one by one: each is contiguous and written at the speed of the memory."""
-    layers = [layer[slots] for both in (grad_keys_LSGD, grad_values_LSGD) for layer in both]
-    if layers:
-        torch._foreach_zero_(layers)
+    both, all_slots = (grad_keys_LSGD, grad_values_LSGD), slice(0, grad_keys_LSGD.shape[1])
+    # A view of every layer takes the host longer than the device needs for a small segment's slots.
+    parts = both if slots == all_slots else [layer[slots] for pool in both for layer in pool]
+    if parts:
+        torch._foreach_zero_(parts)
 
 
 class KVPool:

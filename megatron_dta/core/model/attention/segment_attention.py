@@ -7,6 +7,7 @@ from the device, the dtype and the size of heads. For the kernels, a step then g
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -49,16 +50,18 @@ class SegmentAttentionPlans:
 
     def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: ShapeOf, device: torch.device) -> None:
         self._segments, self._paths, self._shape, self._device = segments, paths, shape, device
-        self._made: dict[int, TreeAttentionPlan] = {}
+        # Kept while a context uses them: the ends of a long path's keys are large.
+        self._made: WeakValueDictionary[int, TreeAttentionPlan] = WeakValueDictionary()
 
     def of_segment(self, segment: int) -> TreeAttentionPlan | None:
         """The plan of a segment, None for one without tokens."""
-        if segment not in self._made:
+        plan = self._made.get(segment)
+        if plan is None:
             ends = key_ends(self._segments, self._paths, segment)
             if not ends[1]:
                 return None
-            self._made[segment] = plan_tree_attention(*ends, self._shape(len(ends[0])), self._device)
-        return self._made[segment]
+            plan = self._made[segment] = plan_tree_attention(*ends, self._shape(len(ends[0])), self._device)
+        return plan
 
 
 def key_ends(segments: SegmentPlan, paths: RootPaths, segment: int) -> tuple[np.ndarray, int]:

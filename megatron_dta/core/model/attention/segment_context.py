@@ -41,8 +41,8 @@ class SegmentContext(AttentionContext):
         slots: the segment's own slots.
         slot_runs: the slots of path and segment on the host; None if all layers' K and V are on the device.
         ancestor_slots: int64 [A], slots of the tokens on the root path that are in earlier segments, in stream order.
-        query_index: int64 [N], stream indices of the segment's tokens.
-        key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first.
+        query_index: int64 [N], stream indices of the segment's tokens; None with a plan.
+        key_index, key_end: int64 [A + N], stream index and subtree end of every key, ancestors first; None with a plan.
         attention_plan: for the Triton kernels; None if the reference computes the attention.
         runs_hooks: whether the hooks of all parameters must run in the segment's backward. This is so in the last
             backward of a model chunk in a pass, if it reduces the gradients of replicas. Other backwards need not reach
@@ -74,26 +74,17 @@ class SegmentContext(AttentionContext):
         return keys_SGD.index_select(0, self.key_slots), values_SGD.index_select(0, self.key_slots)
 
     def attend_by_kernels(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor, scale: float
+        self, layer: int, query: Tensor, segment_kv: tuple[Tensor, Tensor], scale: float
     ) -> tuple[Tensor, Tensor]:
         """Output [N, heads, D] and log-sum-exp [heads, N] in one layer of the model chunk, without autograd.
 
         Args:
-            key: None if the keys are already in the pool (``own_keys``).
+            segment_kv: views of the pool (``own_slots``) that hold the segment's keys and values.
         """
         # Imported here because the reference does not need Triton.
-        from dta_kernels.tree_attention.gather_keys import gather_keys
         from dta_kernels.tree_attention.launch import tree_attention_forward
 
-        pool = self.pool.layer(layer)
-        if key is not None:
-            pool.keys[self.slots] = key
-        if self.ancestor_slots.shape[0]:
-            keys, values = self._gathered
-            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values), value)
-        else:
-            keys, values = pool.keys[self.slots], pool.values[self.slots]
-            values.copy_(value)
+        keys, values = self._gathered(layer) if self.ancestor_slots.shape[0] else segment_kv
         plan, ends = self.attention_plan, self.local_key_end
         out, lse = tree_attention_forward(query, keys, values, ends, plan, scale, self.shared)
         self.pool.finish(layer, gradients=False)
@@ -103,16 +94,10 @@ class SegmentContext(AttentionContext):
         self, layer: int, grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, own keys and own values of ``attend_by_kernels``; adds the ancestors' to the pool."""
-        from dta_kernels.tree_attention.gather_keys import gather_keys
         from dta_kernels.tree_attention.launch import KeyGradients, tree_attention_backward
 
-        pool = self.pool.layer(layer)
-        if self.ancestor_slots.shape[0]:
-            keys, values = self._gathered
-            gather_keys(pool.keys, pool.values, self.key_slots, (keys, values))
-        else:
-            keys, values = pool.keys[self.slots], pool.values[self.slots]
-        plan, ends = self.attention_plan, self.local_key_end
+        keys, values = self._gathered(layer) if self.ancestor_slots.shape[0] else self.own_slots(layer)
+        plan, ends, pool = self.attention_plan, self.local_key_end, self.pool.layer(layer)
         into = KeyGradients(pool.grad_keys, pool.grad_values, self.key_slots)
         gradients = tree_attention_backward(
             grad_out, query, keys, values, out, lse, ends, plan, scale, into, self.shared
@@ -128,7 +113,7 @@ class SegmentContext(AttentionContext):
         """
         group = self.context_group
         query, key, value = self._to_heads(query, group.repeated(key), group.repeated(value))
-        out, lse = self.attend_by_kernels(layer, query, key, value, scale)
+        out, lse = self.attend_by_kernels(layer, query, self.store(layer, key, value), scale)
         return self._to_rows(out)[0], lse
 
     def exchanged_gradients(
@@ -157,12 +142,28 @@ class SegmentContext(AttentionContext):
         """Rows of all ranks of the context group, padding included."""
         return self.rotary_tables[0].shape[0] * self.context_group.size
 
-    def own_keys(self, layer: int) -> Tensor:
-        """View of the pool on the segment's keys [N, G, D] in one layer of the model chunk."""
-        return self.pool.layer(layer).keys[self.slots]
+    def own_slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of the pool on the segment's keys and values, [N, G, D] each, in one layer of the model chunk."""
+        pool = self.pool.layer(layer)
+        return pool.keys[self.slots], pool.values[self.slots]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the segment's keys and values to its slots, which are returned."""
+        keys, values = self.own_slots(layer)
+        keys.copy_(key)
+        values.copy_(value)
+        return keys, values
+
+    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of [ancestors, own] in one layer, until those of another layer or segment are gathered."""
+        from dta_kernels.tree_attention.gather_keys import gather_keys
+
+        pool, into = self.pool.layer(layer), self._gathered_into
+        gather_keys(pool.keys, pool.values, self.key_slots, into)
+        return into
 
     @cached_property
-    def _gathered(self) -> tuple[Tensor, Tensor]:
+    def _gathered_into(self) -> tuple[Tensor, Tensor]:
         keys, values = self.pool.gathered
         num_keys = self.key_slots.shape[0]
         return keys[:num_keys], values[:num_keys]
@@ -181,7 +182,9 @@ class SegmentContext(AttentionContext):
 
     @cached_property
     def local_key_end(self) -> Tensor:
-        """``key_end`` as int32 [A + N] in key positions, for the kernels."""
+        """Subtree ends of the keys, int32 [A + N], in key positions."""
+        if self.attention_plan is not None:
+            return self.attention_plan.key_end
         return local_key_end_on_device(self.query_index, self.key_end)
 
 
@@ -191,10 +194,9 @@ class _SegmentAttention(torch.autograd.Function):
         ctx, query: Tensor, key: Tensor, value: Tensor, segment: SegmentContext, layer: int, scale: float
     ) -> Tensor:
         if segment.attention_plan is not None:
-            out, lse = segment.attend_by_kernels(layer, query, key, value, scale)
+            out, lse = segment.attend_by_kernels(layer, query, segment.store(layer, key, value), scale)
         else:
-            pool = segment.pool.layer(layer)
-            pool.keys[segment.slots], pool.values[segment.slots] = key, value
+            segment.store(layer, key, value)
             keys, values = segment.keys_and_values(layer)
             if is_batch_invariant():
                 out, lse = path_attention(query, keys, values, segment.local_key_end, scale)

@@ -70,10 +70,7 @@ class FusedAutogradLayer:
         self.biases = attention.linear_qkv.bias, attention.linear_proj.bias
         self.feed_forward = _feed_forward_of(layer)(layer.mlp)
         self.parameters = tuple(layer.parameters())
-        # The layer's own hooks run all the same.
-        self.hooks = tuple(
-            getattr(module, name) for module in layer.modules() if module is not layer for name in _HOOKS
-        )
+        self.hooks = tuple(getattr(module, name) for module in layer.modules() for name in _HOOKS)
         self._step, self._is_free = None, False
 
     def takes(self, hidden: Tensor, context: AttentionContext) -> bool:
@@ -114,8 +111,9 @@ class FusedAutogradLayer:
         rows, layer = self.mixed_qkv(mixed, context), context.layer_rows[self.index + 1]
         query = x.new_empty(N, G * P, D)
         if context.context_group is None:
-            rows.write(query, context.own_keys(layer))
-            out, lse = context.attend_by_kernels(layer, query, None, rows.values(), self.scale)
+            segment_kv = context.own_slots(layer)
+            rows.write(query, *segment_kv)
+            out, lse = context.attend_by_kernels(layer, query, segment_kv, self.scale)
         else:
             key = x.new_empty(N, G, D)
             rows.write(query, key)
