@@ -121,11 +121,15 @@ class StageRun:
         return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
     def make_first_tables(self) -> None:
-        """Make what the first op would make, but its memory."""
-        for op in self.program.ops[:1]:
-            plan = self.attention_plans and self.attention_plans.of_segment(op.segment)
-            if plan is not None:
-                plan.backward()
+        """Make the loss, and what the first op would make but its memory."""
+        self.made_ahead = self.loss, [self._tables(op.segment) for op in self.program.ops[:1]]
+
+    def _tables(self, segment: int) -> object:
+        """The segment's attention plan, with the tables of its backward."""
+        plan = self.attention_plans and self.attention_plans.of_segment(segment)
+        if plan is not None:
+            plan.backward()
+        return plan
 
     @cached_property
     def pools(self) -> list[KVPool]:
@@ -197,9 +201,7 @@ class StageRun:
             if op.kind is OpKind.FORWARD:
                 self.next_context = self._context(op)
                 return
-            plan = self.attention_plans and self.attention_plans.of_segment(op.segment)
-            if plan is not None:
-                plan.backward()
+            self._tables(op.segment)
             yield
 
     def _describe(self, op: PipelineOp) -> str:

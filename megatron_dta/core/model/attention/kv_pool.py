@@ -68,9 +68,8 @@ class SlotRuns:
 
 
 def zero_slots(grad_keys_LSGD: Tensor, grad_values_LSGD: Tensor, slots: slice) -> None:
-    """Zero the slots of all layers, one by one: each is contiguous and written at the speed of the memory."""
+    """Zero the slots of all layers, some of them one by one: each is contiguous, written at the memory's speed."""
     both, all_slots = (grad_keys_LSGD, grad_values_LSGD), slice(0, grad_keys_LSGD.shape[1])
-    # A view of every layer takes the host longer than the device needs for a small segment's slots.
     parts = both if slots == all_slots else [layer[slots] for pool in both for layer in pool]
     if parts:
         torch._foreach_zero_(parts)

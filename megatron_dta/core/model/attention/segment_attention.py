@@ -42,7 +42,7 @@ def choose_attention(impl: str, head_size: int, dtype: torch.dtype, device: torc
 
 
 class SegmentAttentionPlans:
-    """Block tables of a step's segments; each is made and uploaded when it is first requested.
+    """Block tables of a step's segments, made and uploaded at a request and kept while a context uses them.
 
     Making the tables takes the host some milliseconds a segment. The device meanwhile computes the previous segment,
     so it does not stay idle until all tables are made.
@@ -50,7 +50,6 @@ class SegmentAttentionPlans:
 
     def __init__(self, segments: SegmentPlan, paths: RootPaths, shape: ShapeOf, device: torch.device) -> None:
         self._segments, self._paths, self._shape, self._device = segments, paths, shape, device
-        # Kept while a context uses them: the ends of a long path's keys are large.
         self._made: WeakValueDictionary[int, TreeAttentionPlan] = WeakValueDictionary()
 
     def of_segment(self, segment: int) -> TreeAttentionPlan | None:
