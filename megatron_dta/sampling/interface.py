@@ -99,9 +99,11 @@ class RolloutEngine(ABC):
     Attributes:
         needs_checkpoint: whether ``update_weights`` needs a copy of the new weights, because the engine does not use
             the trainer's.
+        has_reserve: whether so many requests wait that a caller may delay further ones until after the next ``poll``.
     """
 
     needs_checkpoint: bool = False
+    has_reserve: bool = False
 
     @abstractmethod
     def start(self, params: SamplingParams, iteration: int) -> None:
@@ -177,11 +179,11 @@ ENGINE_COUNTS = ("decoded_tokens", "prefilled_tokens", "reused_tokens", "request
 def generate(
     engine: RolloutEngine,
     requests: Sequence[GenerationRequest],
-    take: Callable[[GenerationResult], None] | None = None,
+    take: Callable[[list[GenerationResult]], None] | None = None,
 ) -> list[GenerationResult]:
     """Submit requests and wait for them; returns the results in their order. Nothing else may be running.
 
-    ``take`` is called with each result soon after it arrives, while a device may run ahead.
+    ``take`` is called with results soon after they arrive, while a device may run ahead.
     """
     engine.submit(requests)
     finished: dict[int, GenerationResult] = {}
@@ -189,10 +191,9 @@ def generate(
         results = engine.poll()
         if not results:
             raise RuntimeError(f"the engine gave {len(finished)} results for {len(requests)} requests")
-        for result in results:
-            finished[result.request_id] = result
-            if take is not None:
-                take(result)
+        finished.update((result.request_id, result) for result in results)
+        if take is not None:
+            take(results)
     return [finished[request.request_id] for request in requests]
 
 
@@ -232,7 +233,7 @@ def check_request(
     prompt = token_ids.size if request.prompt_length is None else request.prompt_length
     if not (1 <= prompt <= token_ids.size and 0 <= request.sampled_before <= token_ids.size - prompt):
         raise ValueError(f"{where}: prompt_length and sampled_before do not fit its {token_ids.size} tokens")
-    if any(request.request_id in ids for ids in (held, *in_use)):
+    if request.request_id in held or any(request.request_id in ids for ids in in_use):
         raise ValueError(f"{where}: the id is in use")
     # Without its sign, a negative id is a large one.
     if int(token_ids.view(f"u{token_ids.itemsize}").max()) >= (vocab_size or 2**31):

@@ -5,7 +5,7 @@ The task is built before the model, whose vocabulary size may come from the toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,10 +58,11 @@ class SamplingTask:
         seconds = None if isinstance(self.reward_function, RemoteReward) else reward.reward_timeout
         return Scorer(self.reward_function, self.drops_failures, REWARD_WORKERS, seconds)
 
-    def response(self, prompt: Prompt, token_ids: np.ndarray) -> Response:
-        """A sampled response, to be scored."""
-        ids = token_ids.tolist()
-        return Response(prompt.prompt_id, prompt.record, self.tokenizer.decode(ids), ids)
+    def responses(self, prompts: Iterable[Prompt], sampled: Iterable[np.ndarray]) -> list[Response]:
+        """Responses with the tokens ``sampled``, one for each of ``prompts``, to be scored."""
+        ids = [token_ids.tolist() for token_ids in sampled]
+        texts = zip(prompts, self.tokenizer.decode_all(ids), ids, strict=True)
+        return [Response(prompt.prompt_id, prompt.record, text, tokens) for prompt, text, tokens in texts]
 
 
 def build_task(

@@ -122,10 +122,7 @@ class DraftedRows:
         (accepted + 1).cumsum(out=offsets[1:])
         drafting.sampled(new, offsets)
         done = Drawn(self.rows, drafts, tokens, logprobs, launcher.steps.captures)
-        self._num_tokens, self._last = (
-            offsets[1:] - offsets[:-1] + self._num_tokens,
-            drawn[self._index, accepted],
-        )
+        self._num_tokens, self._last = offsets[1:] - offsets[:-1] + self._num_tokens, drawn[self._index, accepted]
         if has_ended.any():
             self._keep((~has_ended).nonzero()[0])
         return done
@@ -134,11 +131,8 @@ class DraftedRows:
         """Go on with the rows number ``kept`` alone."""
         self.rows, self._tables = [self.rows[i] for i in kept], [self._tables[i] for i in kept]
         self._num_tokens, self._last, self._limits = self._num_tokens[kept], self._last[kept], self._limits[kept]
-        self._noise, self._noise_begin, self._positions = (
-            self._noise[kept],
-            self._noise_begin[kept],
-            self._positions[kept],
-        )
+        self._noise, self._noise_begin = self._noise[kept], self._noise_begin[kept]
+        self._positions = self._positions[kept]
         self._index, self._once = self._index[: len(kept)], self._once[: len(kept)]
 
     def _has_pages(self, ends: np.ndarray) -> bool:

@@ -15,7 +15,6 @@ an error the engine is empty and can be started again.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +150,7 @@ class InProcessEngine(RolloutEngine):
             self.close()
             raise
         results = [self._finish(sequence) for sequence in finished]
+        self.has_reserve = 2 * len(self._scheduler.waiting) > len(self._scheduler.running)
         self._free_when_unused()
         self._counts["seconds"] += time.perf_counter() - began
         return results
@@ -208,8 +208,7 @@ class InProcessEngine(RolloutEngine):
 
     def close(self) -> None:
         counts = self.statistics()
-        for requests in (self._running, self._held):
-            requests.clear()
+        self._running, self._held = {}, {}
         self._cache = self._flight = self._drafted = None
         self._kept = {}
         self._states.clear()
@@ -327,13 +326,11 @@ class InProcessEngine(RolloutEngine):
         one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
         row. Returns the requests that ended."""
         finished, appended, drafted = [], [], None
-        ahead = (
-            self._kept
-            if self._flight is None
-            else dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
-        )
+        ahead = self._kept
+        if self._flight is not None:
+            ahead = dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
         self._undrafted = self._undrafted + 1 if drafts is None else 0
-        if not math.isfinite(math.fsum(logprobs.sum() for _, logprobs in sampled)):
+        if sampled and not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         ends = self._params.eos_ids
         for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):

@@ -21,6 +21,7 @@ Legend: B rows, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +39,7 @@ _LOGIT_ELEMENTS, _KERNEL_LOGIT_ELEMENTS = 2**24, 2**27
 # Without the kernels: logprobs, probabilities in float64, their order and sums, and what sorting them needs.
 _BYTES_WITHOUT_KERNELS = 72
 
-_DRAW_BLOCK = 128
+_DRAW_BLOCK, _YOUNG_OBJECTS = 128, 20_000
 
 
 def next_tokens(
@@ -143,15 +144,20 @@ def draw(weights_BV: Tensor, noise_B: Tensor) -> Tensor:
 class EvaluationMode:
     """A block without autograd and with the model in evaluation mode, which turns activation recompute off.
 
-    The mode stays until ``leave``, since changing it visits every module, which takes milliseconds.
+    The mode stays until ``leave``, since changing it visits every module, which takes milliseconds. So long only young
+    objects are looked through for garbage: requests have no cycles, and a device would wait for a look at all of them.
     ``torch.inference_mode`` cannot be used: Megatron caches its rotary table, and a table created there cannot be used
     in training.
     """
 
     def __init__(self, model: Model) -> None:
         self._model, self._was_training, self._no_grad = model, False, torch.no_grad()
+        self._thresholds: tuple[int, ...] | None = None
 
     def __enter__(self) -> None:
+        if self._thresholds is None:
+            self._thresholds = gc.get_threshold()
+            gc.set_threshold(self._thresholds[0] and _YOUNG_OBJECTS, _YOUNG_OBJECTS, _YOUNG_OBJECTS)
         if self._model.training:
             self._was_training = True
             self._model.eval()
@@ -162,6 +168,9 @@ class EvaluationMode:
 
     def leave(self) -> None:
         """Restore the mode that the model had before."""
+        if self._thresholds is not None:
+            gc.set_threshold(*self._thresholds)
+            self._thresholds = None
         if self._was_training:
             self._was_training = False
             self._model.train()

@@ -159,16 +159,8 @@ def divided(burst: Burst, most: int) -> list[Burst]:
     for rows in np.array_split(np.arange(num_rows), min(most, num_rows)):
         group = slice(int(rows[0]), int(rows[-1]) + 1)
         tokens = slice(int(ends[group.start] - burst.counts[group.start]), int(ends[group.stop - 1]))
-        steps, states = burst.steps[group], burst.states
-        groups.append(
-            Burst(
-                burst.token_ids[tokens],
-                burst.starts[group],
-                burst.counts[group],
-                burst.tables[group],
-                steps,
-                burst.noise[: steps.max(), tokens],
-                None if states is None else (states[0], states[1][group]),
-            )
-        )
+        states = None if burst.states is None else (burst.states[0], burst.states[1][group])
+        starts, counts, tables = burst.starts[group], burst.counts[group], burst.tables[group]
+        steps, token_ids = burst.steps[group], burst.token_ids[tokens]
+        groups.append(Burst(token_ids, starts, counts, tables, steps, burst.noise[: steps.max(), tokens], states))
     return groups

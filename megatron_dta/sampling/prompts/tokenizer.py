@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids without special tokens and ids beyond ``vocab_size`` (a model's padding)."""
 
+    def decode_all(self, sequences: Iterable[list[int]]) -> list[str]:
+        """The text of each sequence."""
+        return [self.decode(token_ids) for token_ids in sequences]
+
     def special_text(self, token_id: int) -> str | None:
         """The text of a special token, which ``decode`` omits; None for a token of ordinary text."""
 
@@ -62,7 +66,7 @@ class Tokenizer(Protocol):
         """The UTF-8 bytes that a token stands for, which may be part of a character."""
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(Tokenizer):
     """One token per character of ``ARITHMETIC_ALPHABET``, in its order, then the end of sequence."""
 
     def __init__(self) -> None:
@@ -89,7 +93,7 @@ class CharacterTokenizer:
         return (self.special_text(token_id) or self.decode([token_id])).encode()
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """For prompts given as token ids; text is the ids separated by blanks, as with Megatron's NullTokenizer."""
 
     def __init__(self, vocab_size: int, *eos_ids: int) -> None:
@@ -115,7 +119,7 @@ class NullTokenizer:
         return (self.special_text(token_id) or self.decode([token_id])).encode()
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, whose text is encoded whole and always in the same way.
 
     Args:
@@ -172,6 +176,9 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
+    def decode_all(self, sequences: Iterable[list[int]]) -> list[str]:
+        return self._tokenizer.decode_batch(list(sequences), skip_special_tokens=True)  # by several threads
+
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)
 
@@ -192,7 +199,7 @@ class HuggingFaceTokenizer:
         return {} if token is None else {token: config.name}
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
     Args:

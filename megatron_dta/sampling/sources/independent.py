@@ -219,9 +219,10 @@ def _sample_and_score(
     ]
     responses: dict[int, Response] = {}
 
-    def read(result: GenerationResult) -> None:
-        sequence = result.request_id
-        responses[sequence] = task.response(prompts[sequence_prompt[sequence]], result.token_ids)
+    def read(results: list[GenerationResult]) -> None:
+        of_prompts = [prompts[sequence_prompt[result.request_id]] for result in results]
+        read_now = task.responses(of_prompts, [result.token_ids for result in results])
+        responses.update(zip([result.request_id for result in results], read_now, strict=True))
 
     with phase(engine, params, iteration):
         results = generate(engine, requests, read if mesh.is_first_of_replica else None)

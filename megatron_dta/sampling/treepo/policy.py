@@ -143,6 +143,8 @@ class QueryPolicy:
         """Number of children of each living path of a complete round, int [A]."""
         settings = self._settings
         budget = branch_budget(settings, round_.finished_before, round_.members, round_.finished)
+        if settings.allocation == "even" and budget % len(alive) == 0:
+            return np.full(len(alive), budget // len(alive))
         order = self._numbers.generator(Decision.REMAINDER, number).permutation(len(alive))
         if settings.allocation == "even":
             return divide_evenly(budget, order)

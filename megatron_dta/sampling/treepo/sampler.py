@@ -25,9 +25,7 @@ from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.stops import StopRules
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree, TreeNode
 
-Take = Callable[[int, TreeNode, np.ndarray], None]
-# With more, the next burst would end before the next poll.
-_LEAVES_AFTER_POLL = 64
+Take = Callable[[Sequence[tuple[int, TreeNode, np.ndarray]]], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,12 @@ class TreeSampler:
 
     Args:
         environments: runs the environments of multi-turn queries; None: a response is one turn.
+
+    Attributes:
+        most_results: taken between two polls while the engine has a reserve; a device would wait for many more.
     """
+
+    most_results = 128
 
     def __init__(
         self,
@@ -84,42 +87,37 @@ class TreeSampler:
     ) -> list[SampledTree]:
         """The complete tree of each query, in order; a function of the arguments, the settings and the weights.
 
-        ``take`` is called with the place of a query, a leaf and its tokens, for a few leaves after each poll, while a
-        device may run ahead.
+        ``take`` is called with leaves after each poll, while a device may run ahead: the place of its query, the leaf
+        and its tokens.
         """
         self._begin(queries, params, iteration)
-        leaves: list[tuple[int, int]] = []
+        waiting: list[GenerationResult] = []
         with phase(self._engine, params, iteration):
             self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
             while self._nodes:
-                results = self._engine.poll()
-                if not results:
+                waiting += self._engine.poll()
+                if not waiting:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
-                leaves += self._take(results)
-                self._pass_on(leaves[:_LEAVES_AFTER_POLL], take)
-                del leaves[:_LEAVES_AFTER_POLL]
-        self._pass_on(leaves, take)
+                count = self.most_results if self._engine.has_reserve else len(waiting)
+                leaves = self._take(waiting[:count])
+                del waiting[:count]
+                if take is not None and leaves:
+                    take(leaves)
         assert all(growing.policy.complete for growing in self._growing)
         trees, self._growing = [growing.policy.tree.in_order() for growing in self._growing], []
         return trees
 
-    def _pass_on(self, leaves: Sequence[tuple[int, int]], take: Take | None) -> None:
-        for query, node in leaves if take is not None else ():
-            take(query, self._growing[query].policy.tree.nodes[node], self._growing[query].context(node)[0])
-
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
         self._nodes, self._requests = {}, {}
-        prompts = [query.token_ids for query in queries]
+        prompts, states = [query.token_ids for query in queries], [None] * len(queries)
         if self._environments is not None:
             states, observations = self._environments.reset([query.record for query in queries], prompts)
             prompts = [np.concatenate(pair) for pair in zip(prompts, observations, strict=True)]
+        numbers = [QueryNumbers(params, iteration, query.number) for query in queries]
         self._growing = [
-            _Growing(QueryPolicy(prompt, self._settings, QueryNumbers(params, iteration, query.number)))
-            for query, prompt in zip(queries, prompts, strict=True)
+            _Growing(QueryPolicy(prompt, self._settings, keyed), environments={0: state})
+            for prompt, keyed, state in zip(prompts, numbers, states, strict=True)
         ]
-        if self._environments is not None:
-            for growing, state in zip(self._growing, states, strict=True):
-                growing.environments[0] = state
 
     def _submit(self, started: Sequence[tuple[int, int]]) -> None:
         """Submit the requests of new nodes."""
@@ -135,18 +133,17 @@ class TreeSampler:
             parent = above
             while parent > 0 and parent not in growing.held:
                 parent = tree.nodes[parent].parent
-            request = GenerationRequest(
+            parent = parent or min(growing.held, default=0)  # all nodes have computed the prompt
+            requests.append(GenerationRequest(
                 request_id, tokens, growing.policy.max_tokens(node), tree.nodes[node].key, hold=True,
                 parent=self._requests[query, parent] if parent > 0 else None,
                 prompt_length=tree.nodes[0].length, sampled_before=sampled_before,
-            )  # fmt: skip
-            requests.append(request)
+            ))  # fmt: skip
         if requests:
             self._engine.submit(requests)
 
-    def _take(self, results: Sequence[GenerationResult]) -> list[tuple[int, int]]:
+    def _take(self, results: Sequence[GenerationResult]) -> list[tuple[int, TreeNode, np.ndarray]]:
         """Store results in their trees and start the nodes that follow from them. Returns the leaves among them."""
-        turns: list[tuple[int, int]] = []
         decoded: list[tuple[int, int, bool]] = []
         for result in results:
             query, node = self._nodes.pop(result.request_id)
@@ -154,9 +151,7 @@ class TreeSampler:
             growing.policy.tree.fill(node, result.token_ids, result.logprobs, result.policy_version)
             growing.held.add(node)
             decoded.append((query, node, result.ended))
-            if self._environments is not None and result.ended:
-                turns.append((query, node))
-        outcomes = self._step(turns)
+        outcomes = self._step([(query, node) for query, node, ended in decoded if ended])
         started = []
         for query, node, ended in decoded:
             policy = self._growing[query].policy
@@ -168,7 +163,8 @@ class TreeSampler:
             nodes_of.setdefault(query, []).append(node)
         for query in sorted(nodes_of):
             self._release(query, nodes_of[query])
-        return [(query, node) for query, node, _ in decoded if self._growing[query].policy.tree.nodes[node].end]
+        grown = [(query, node, self._growing[query]) for query, node, _ in decoded]
+        return [(i, g.policy.tree.nodes[n], g.context(n)[0]) for i, n, g in grown if g.policy.tree.nodes[n].end]
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""

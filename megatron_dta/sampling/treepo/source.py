@@ -52,11 +52,8 @@ class TreeSource(PromptSource):
         groups = sample_scored_trees(
             sampler, self._task, prompts, first, self._params, prompt_batch, self._environments is None
         )
-        self._statistics = {"ended": ended_leaves([tree for tree, _ in groups]), **self._counts()}
-        if self._environments:
-            self._statistics |= _total(
-                {name: value - before[name] for name, value in self._environments.counts.items()}
-            )
+        counts = self._counts() | _total_since(before, self._environments)
+        self._statistics = {"ended": ended_leaves([tree for tree, _ in groups]), **counts}
         rollouts = [
             rollout
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
@@ -88,9 +85,8 @@ class TreeEvaluation(HeldOutEvaluation):
         of_prompts = [tree_rollouts(tree, "held out", rewards) for tree, rewards in groups]
         rollouts = [rollout for prompt_rollouts in of_prompts for rollout in prompt_rollouts]
         tokens = [np.count_nonzero(rollout.loss_mask) for rollout in rollouts]
-        after = self._environments.counts if self._environments else {}
         return {
-            **_total({name: value - before[name] for name, value in after.items()}),
+            **_total_since(before, self._environments),
             **pass_rates([[r.reward for r in prompt_rollouts] for prompt_rollouts in of_prompts], self._samples),
             "reward": float(np.mean([rollout.reward for rollout in rollouts])) if rollouts else math.nan,
             "response_tokens": float(np.mean(tokens)) if rollouts else math.nan,
@@ -141,9 +137,11 @@ def sample_scored_trees(
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     is_scorer, responses = scored and mesh.is_first_of_replica, {}
 
-    def read(query: int, leaf: TreeNode, token_ids: np.ndarray) -> None:
-        prompt = prompts[share[query]]
-        responses[query, leaf.path] = task.response(prompt, token_ids[len(prompt.token_ids) :])
+    def read(leaves: Sequence[tuple[int, TreeNode, np.ndarray]]) -> None:
+        of_prompts = [prompts[share[query]] for query, _, _ in leaves]
+        sampled = [leaf[2][len(prompt.token_ids) :] for leaf, prompt in zip(leaves, of_prompts, strict=True)]
+        read_now = task.responses(of_prompts, sampled)
+        responses.update(((query, leaf.path), done) for (query, leaf, _), done in zip(leaves, read_now, strict=True))
 
     queries = [TreeQuery(first + i, prompts[i].token_ids, prompts[i].record) for i in share]
     try:
@@ -160,7 +158,8 @@ def sample_scored_trees(
     return [pair for part in gathered for pair in zip(*part, strict=True)]
 
 
-def _total(counts: dict[str, int]) -> dict[str, float]:
-    """Sums over the replicas."""
+def _total_since(before: dict[str, int], environments: EnvironmentRunner | None) -> dict[str, float]:
+    """The counts of the environments since ``before``, summed over the replicas."""
+    counts = {name: value - before[name] for name, value in (environments.counts if environments else {}).items()}
     parts = current_mesh().gather_from_replicas(counts)
     return {name: float(sum(part[name] for part in parts)) for name in counts}

@@ -67,7 +67,8 @@ class GroupSampler:
     def score(self, group: int, results: Sequence[GenerationResult]) -> list[Rollout]:
         """The rollouts of a group, without those whose reward has failed; one thread at a time."""
         prompt = prompts_at(self._task.prompts, group, 1, self._seed)[0]
-        rewards = self._task.scorer.score([self._task.response(prompt, result.token_ids) for result in results])
+        responses = self._task.responses([prompt] * len(results), [result.token_ids for result in results])
+        rewards = self._task.scorer.score(responses)
         name = f"{group}:{prompt.prompt_id}"
         pairs = zip(results, rewards, strict=True)
         return [to_rollout(prompt, result, reward, name) for result, reward in pairs if reward is not None]
