@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dta.sampling.in_process.bursts import Launcher, Sampled
-from megatron_dta.sampling.in_process.cuda_graphs import Burst, RunningBurst, noise_of
+from megatron_dta.sampling.in_process.bursts import Launcher
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, noise_of
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
@@ -107,7 +107,7 @@ class DraftedRows:
         burst = Burst(inputs[is_run], starts, counts, self._tables, self._once, noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
         self._enter(KEPT)
-        tokens, logprobs = self._read(running, counts)
+        (tokens,), (logprobs,) = running.read()
         drawn = np.full(is_run.shape, -1, np.int32)
         drawn[is_run] = tokens
         accepted = ((drawn[:, :-1] == inputs[:, 1:]) & is_run[:, 1:]).cumprod(axis=1).sum(axis=1)
@@ -122,7 +122,7 @@ class DraftedRows:
         (accepted + 1).cumsum(out=offsets[1:])
         drafting.sampled(new, offsets)
         done = Drawn(self.rows, drafts, tokens, logprobs, launcher.steps.captures)
-        self._num_tokens, self._last = offsets[1:] - offsets[:-1] + self._num_tokens, drawn[self._index, accepted]
+        self._num_tokens, self._last = self._num_tokens + accepted + 1, drawn[self._index, accepted]
         if has_ended.any():
             self._keep((~has_ended).nonzero()[0])
         return done
@@ -142,11 +142,6 @@ class DraftedRows:
             end = min(int(ends[i]) + _PAGES_AHEAD, len(row.tokens))
             self._positions[i] = self._launcher.scheduler.reserve_pages(row, end)
         return bool((ends <= self._positions).all())
-
-    def _read(self, running: RunningBurst, counts: np.ndarray) -> Sampled:
-        """Tokens and logprobs of the pass, in which row i has ``counts[i]`` tokens."""
-        (tokens,), (logprobs,) = running.read()
-        return tokens, logprobs
 
     def _noise_of(self, columns: np.ndarray) -> np.ndarray:
         """Uniform numbers of the positions ``columns`` after each row's tokens, float64 [n, columns]."""

@@ -24,7 +24,7 @@ from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 NO_DRAFT = np.zeros(0, np.int32)
-LEAST_TOKENS = 64
+LEAST_TOKENS = 128
 """Tokens of the smallest captured pass with drafts."""
 
 

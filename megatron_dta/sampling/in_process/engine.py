@@ -209,8 +209,7 @@ class InProcessEngine(RolloutEngine):
     def close(self) -> None:
         counts = self.statistics()
         self._running, self._held = {}, {}
-        self._cache = self._flight = self._drafted = None
-        self._kept = {}
+        self._cache, self._flight, self._drafted, self._kept = None, None, None, {}
         self._states.clear()
         self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -325,10 +324,8 @@ class InProcessEngine(RolloutEngine):
         """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
         one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
         row. Returns the requests that ended."""
-        finished, appended, drafted = [], [], None
-        ahead = self._kept
-        if self._flight is not None:
-            ahead = dict(zip(self._flight.rows, self._flight.steps.tolist(), strict=True))
+        finished, appended, drafted, flight = [], [], None, self._flight
+        ahead = self._kept if flight is None else dict(zip(flight.rows, flight.steps.tolist(), strict=True))
         self._undrafted = self._undrafted + 1 if drafts is None else 0
         if sampled and not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")

@@ -37,8 +37,8 @@ _INSERT_SECONDS = 3e-6
 """Assumed seconds to insert a token."""
 
 
-@dataclass(eq=False)
-class _Path:
+@dataclass(eq=False, slots=True)
+class _Path(PlainEnd):
     """The position of a request on the path of its response.
 
     Attributes:
@@ -48,14 +48,12 @@ class _Path:
         above: the request that this one continues.
         length: sampled tokens of the response at the request's end; None while it runs and once it was counted.
         is_continued: another request continues this one from its end.
-        plain: when it would have had its tokens without drafts.
     """
 
     problem: str
     is_branch: bool
     before: int
     above: _Path | None
-    plain: PlainEnd
     length: int | None = None
     is_continued: bool = False
 
@@ -78,7 +76,7 @@ class SuffixDrafting(Drafting):
         self._paths: dict[Request, _Path] = {}  # running and held requests
         self._proposal: Proposal | None = None
         self._last: Round | None = None
-        self._rows: list[PlainEnd] = []  # of the last round
+        self._rows: list[PlainEnd] = []  # of the last round, once drafts were asked for
         self._opened: tuple[list[Request], np.ndarray] = [], np.zeros(0, np.int64)  # rows and slots of the last drafts
         # Of the last round that was verified: whether it asked for drafts; and the proposal of one that was not yet.
         self._asked, self._sampled = False, None
@@ -120,8 +118,8 @@ class SuffixDrafting(Drafting):
         else:
             is_branch = length is not None and length < len(generation.token_ids)
             problem = self._problem(generation.token_ids, length)
-        plain = PlainEnd(None if above is None else above.plain.seconds)
-        self._paths[request] = _Path(problem, is_branch, generation.sampled_before, above, plain)
+        seconds = None if above is None else above.seconds
+        self._paths[request] = _Path(seconds, problem, is_branch, generation.sampled_before, above)
 
     def _problem(self, token_ids: np.ndarray, length: int | None) -> str:
         """Digest of the prompt; the samples of a group have the same array."""
@@ -133,7 +131,7 @@ class SuffixDrafting(Drafting):
 
     @property
     def asks_next(self) -> bool:
-        return self._clock is None or self._clock.is_on
+        return self._clock is None or self._clock.asks
 
     def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
         if self._begins and self._clock is not None and not self._clock.goes_on(self._insert_seconds()):
@@ -151,11 +149,13 @@ class SuffixDrafting(Drafting):
         self._sampled, self._proposal = self._proposal, None
 
     def verified(self, done: Round) -> None:
-        self._last, self._rows = done, [self._paths[request].plain for request in done.rows]
+        self._last = done
         proposal, is_appended, self._sampled = self._sampled, self._sampled is not None, None
         if not is_appended:
             proposal, self._proposal = self._proposal, None
         self._asked = proposal is not None
+        is_counted = self._asked or not self._schedule.is_plain
+        self._rows = [self._paths[request] for request in done.rows] if is_counted else []
         counts = np.array([len(tokens) for tokens in done.appended], np.int64)
         if done.drafted is not None:
             proposal.lengths[:] = done.drafted
@@ -176,21 +176,22 @@ class SuffixDrafting(Drafting):
         if self._clock is not None:
             self._clock.spend(spent, inserted * _INSERT_SECONDS)
             self._tell(self._clock, done, seconds - spent)
-        if not self.asks_next and self._slots and self._proposal is None:
-            self._drop_trees()
+            if not self._clock.is_on and self._slots and self._proposal is None:
+                self._drop_trees()
 
     def _tell(self, clock: DraftingClock, done: Round, seconds: float) -> None:
         """Tell the clock of a round, and begin a trial that is due."""
         passes, live, asked = done.decoding_passes, len(done.rows), self._asked
         if passes and (asked or not done.captured):
-            counts = [len(tokens) for tokens in done.appended]
-            plain = clock.pass_seconds(live) if asked else None
-            self._schedule.advance(self._rows, counts, plain or seconds / max(counts), seconds)
+            if not asked and self._schedule.is_plain:
+                self._schedule.skip(seconds)
+            else:
+                counts = [len(tokens) for tokens in done.appended]
+                plain = clock.rate(False, live) if asked else None
+                self._schedule.advance(self._rows, counts, plain or seconds / max(counts), seconds)
             if asked and done.captured:
                 self._schedule.captured += seconds
                 clock.captured(seconds)
-            elif asked:
-                self._schedule.tried += seconds
         if passes and not done.captured:
             clock.took(live, passes if done.drafted is None else self._phase.progress, seconds, asked)
         if clock.is_due:
@@ -212,7 +213,7 @@ class SuffixDrafting(Drafting):
     def finished(self, request: Request) -> None:
         path, response, slot = self._paths[request], request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
-        self._schedule.ended.append(path.plain)
+        self._schedule.ended.append(path)
         # The trees need only the end of a branch's context.
         first = request.context_length - self._phase.drafter.params.depth if path.is_branch else 0
         context = request.tokens[max(0, first) : request.context_length]
@@ -254,10 +255,10 @@ class SuffixDrafting(Drafting):
             return
         self._policy_version, self._is_shared = policy_version, current_mesh().data_size > 1
         if self._clock is not None:
-            self._clock.begin_batch()
             # The ranks of a replica must make the same drafts.
             if (mesh := current_mesh()).tensor_size * mesh.pipeline_size > 1:
                 self._clock.share(mesh.gather_over_replica(self._clock.rates())[0])
+            self._clock.begin_batch()
         # The rollouts so far used the previous weights.
         self._end_paths()
         self.speculator.end_step(policy_version - 1)
@@ -279,17 +280,13 @@ class SuffixDrafting(Drafting):
     def state_dict(self) -> dict[str, Any]:
         arrays = self.speculator.state_dict()
         state = {
-            name: value.tolist() if value.dtype.kind == "U" else torch.from_numpy(np.array(value))
-            for name, value in arrays.items()
+            key: array.tolist() if array.dtype.kind == "U" else torch.tensor(array) for key, array in arrays.items()
         }
         # The replicas differ in acceptance estimates and insertion order, so all ranks keep the first one's state.
         return {_STATE: current_mesh().from_first(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        arrays = {
-            name: value.numpy() if isinstance(value, torch.Tensor) else np.array(value, dtype=np.str_)
-            for name, value in state.get(_STATE, {}).items()
-        }
+        arrays = {key: np.array(value) for key, value in state.get(_STATE, {}).items()}
         if arrays:
             self.speculator.load_state_dict(arrays)
 

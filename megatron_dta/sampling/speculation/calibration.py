@@ -88,9 +88,8 @@ class AcceptanceTable:
         self._estimates = None
 
     def _cells(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        rows = MATCH_EDGES.searchsorted(matches, "right") * self._shape[1] + SUPPORT_EDGES.searchsorted(
-            supports, "right"
-        )
+        rows = MATCH_EDGES.searchsorted(matches, "right") * self._shape[1]
+        rows = rows + SUPPORT_EDGES.searchsorted(supports, "right")
         cells = (rows * self._shape[2])[:, None] + PROBABILITY_EDGES.searchsorted(probabilities, "right")
         return cells * self._shape[3] + self._positions[: probabilities.shape[1]]
 

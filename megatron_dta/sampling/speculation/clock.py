@@ -2,17 +2,18 @@
 
 Without drafts the engine launches bursts ahead, so whoever asks for drafts has lost time even if there are none. Rounds
 therefore do without, until a *trial*: ``TRIAL_ROUNDS`` rounds with drafts, whose seconds are compared with those of the
-passes without that they replace, at as many running rows. While trials win, the next one follows. After one that loses,
-rounds with about as many rows wait, twice as long each time.
+passes without that they replace, at about as many running rows. While trials win, the next one follows; one that loses
+may use up what the last ones have won, up to ``_MOST_CARRIED`` passes. Otherwise rounds with about as many rows wait,
+twice as long each time. Where no pass without drafts was measured yet, or not for ``_RENEWAL`` batches, some run first.
 
 A round replaces as many passes as the likely last rows have got tokens (the mean, weighted by each row's probability of
 being the last one), since other rows do not shorten the phase. This is an estimate. When the phase has ended it is
 known which sample would have ended last without drafts, and ``PlainSchedule`` says what they have saved. This corrects
-the account and later estimates (``trust``), and if it is a loss, drafts stop.
+the account and what is carried into the next phase; if that is a loss, drafts stop.
 
 Filling the trees when a trial begins takes time, as does the capture of a graph for each size of passes with drafts.
 These seconds are spent once and do not decide whether drafts win. But no trial begins that may raise all that was spent
-and lost, less what drafts have saved since, above ``LOSS_SHARE`` of the time.
+and lost, less what drafts have saved, above ``LOSS_SHARE`` of the time, or of ``_FIRST_SECONDS`` in a shorter run.
 
 The ranks of a replica must decide alike. Where there are several, they use the medians of the first rank up to the last
 rollout batch (``share``) in place of the seconds of this round, and estimates alone.
@@ -27,7 +28,8 @@ from heapq import heappop, heappush
 from statistics import median
 
 TRIAL_ROUNDS = 6
-LOSS_SHARE = 0.015
+LOSS_SHARE, _FIRST_SECONDS = 0.01, 15.0
+_MOST_CARRIED, _RENEWAL = 40, 16
 _RECENT, _FEWEST = 15, 3
 """Rounds over which a median is taken."""
 _FIRST_WAIT, _LONGEST_WAIT = 32, 4096
@@ -36,15 +38,17 @@ _UNKNOWN = 2.0
 """Assumed seconds of a round with drafts, over those of a pass without, before one was measured."""
 _CAPTURE_SECONDS = 0.05
 """Assumed seconds to capture a graph."""
+_FEW = 5
+"""The size (bits) of a batch of a few rows, up to which a pass takes about as long."""
 
 Rates = dict[tuple[bool, int], float]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PlainEnd:
-    """A sample, and the seconds after which it would have its tokens without drafts (None before its first round)."""
+    """A sample, and the seconds after which it would have its tokens without drafts (None until these are counted)."""
 
-    seconds: float | None = None
+    seconds: float | None
 
 
 @dataclass
@@ -53,11 +57,12 @@ class PlainSchedule:
 
     Without drafts each running sample gets a token in every pass, so the one that needs most passes ends the phase.
     Their seconds are those that were measured at as many running rows. A sample that waited for a row begins when the
-    first one has ended.
+    first one has ended. Before the first round that may have drafts nothing is counted by sample.
 
     Attributes:
         took: measured seconds of the rounds.
-        tried: the part of it of rounds that could have drafts, without captures.
+        plain: the part of it before the first round that may have drafts.
+        is_plain: no round could have drafts yet.
         captured: seconds of rounds with drafts in which a graph was captured.
         latest: seconds without drafts until the last sample has its tokens.
         ended: samples that are complete since the last round.
@@ -65,15 +70,21 @@ class PlainSchedule:
     """
 
     took: float = 0.0
-    tried: float = 0.0
+    plain: float = 0.0
+    is_plain: bool = True
     captured: float = 0.0
     latest: float = 0.0
     ended: list[PlainEnd] = field(default_factory=list)
     free: list[float] = field(default_factory=list)
 
+    def skip(self, seconds: float) -> None:
+        """Record a round of ``seconds`` while ``is_plain``."""
+        self.plain = self.took = self.latest = self.plain + seconds
+        self.ended.clear()
+
     def advance(self, samples: Sequence[PlainEnd], counts: Sequence[int], pass_seconds: float, seconds: float) -> None:
         """Record a round of ``seconds`` in which the samples got ``counts`` tokens, each in ``pass_seconds``."""
-        self.took += seconds
+        self.took, self.is_plain = self.took + seconds, False
         # Those that end in this round free their rows after it.
         ending = set(samples).intersection(self.ended)
         for sample in self.ended:
@@ -82,7 +93,7 @@ class PlainSchedule:
         self.ended = list(ending)
         for sample, count in zip(samples, counts, strict=True):
             if sample.seconds is None:
-                sample.seconds = heappop(self.free) if self.free else 0.0
+                sample.seconds = heappop(self.free) if self.free else self.plain
             sample.seconds += count * pass_seconds
             self.latest = max(self.latest, sample.seconds)
 
@@ -101,17 +112,24 @@ class DraftingClock:
         self.is_on, self.is_due, self.is_local = False, False, True
         self.saved = self._gained = self._last_gained = self._elapsed = self._lost = self._net = 0.0
         self._risk = self._price = 0.0  # expected seconds of the next trial, and of its trees
-        self._trust, self._captures = 1.0, 0
-        self._estimated = self._estimated_net = 0.0  # seconds that the drafts of this phase replaced and saved
-        self._rounds = 0
+        self._pass_seconds = self._carried = self._estimated = 0.0  # the last one: saved in this phase
+        self._rounds, self._batches, self._captures, self._measures = 0, 0, 0, False
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
         self._waits: dict[int, int] = defaultdict(lambda: _FIRST_WAIT)
         self._passes: dict[int, float] = defaultdict(float)
 
+    @property
+    def asks(self) -> bool:
+        """Whether the next round may have drafts: ``is_on``, and passes of about as many rows were measured without."""
+        return self.is_on and not self._measures
+
     def begin_batch(self) -> None:
         """Begin a rollout batch."""
         self.saved, self._gained, self._last_gained, self._price = 0.0, 0.0, self._gained, 0.0
+        self._batches += 1
+        if self._batches % _RENEWAL == 0:
+            self._recent.clear()
 
     def rates(self) -> Rates:
         """Median seconds a pass by (with drafts, size of the batch)."""
@@ -121,22 +139,17 @@ class DraftingClock:
         """Decide by ``rates`` until the next call."""
         self.is_local, self._shared = False, rates
 
-    def pass_seconds(self, live: int) -> float | None:
-        """Measured seconds of a pass of ``live`` rows without drafts; None if too few have run."""
-        return self._rate(False, live.bit_length())
-
     def took(self, live: int, passes: float, seconds: float, asked: bool) -> None:
         """Record a round of ``live`` rows. ``asked``: it could have drafts, and took the place of ``passes`` passes."""
-        size = live.bit_length()
+        size = max(live.bit_length(), _FEW)
         self._recent[asked, size].append(seconds / passes)
-        plain = self._rate(False, size)
+        plain = self.rate(False, live)
+        self._measures = plain is None
         if plain is None:
             return
+        self._pass_seconds = plain
         if not self.is_local:
             seconds = passes * (plain if not asked else self._shared.get((True, size), _UNKNOWN * plain))
-        if asked:
-            self._estimated += passes * plain
-            passes = max(1.0, self._trust * passes)
         self._elapsed += passes * plain
         if asked:
             self._tried(size, passes * plain - seconds, plain)
@@ -169,23 +182,32 @@ class DraftingClock:
 
     def end_phase(self, schedule: PlainSchedule) -> None:
         """End a phase with ``schedule``, in which drafts saved what it says and not what was expected."""
-        saved, estimated, net = schedule.latest - schedule.took, self._estimated, self._estimated_net
-        self.saved, self._estimated, self._estimated_net = self.saved + saved, 0.0, 0.0
-        if not estimated or not self.is_local:
+        saved, net = schedule.latest - schedule.took, self._estimated
+        self.saved, self._estimated = self.saved + saved, 0.0
+        if schedule.is_plain or not self.is_local:
             return
         won = saved + schedule.captured
-        self._trust += 0.5 * (min(max((won + schedule.tried) / estimated, 0.0), 2.0) - self._trust)
-        self._gained, self._lost = self._gained + won - net, max(0.0, self._lost + net - won)
-        self.is_on = self.is_on and won >= 0
+        self._gained += won - net
+        self._lose(net - won)
+        carried = min(self._carried + won, _MOST_CARRIED * self._pass_seconds)
+        self.is_on, self._rounds = carried > 0 and (self.is_on or won > 0), 0
+        self._net = self._carried = carried if self.is_on else 0.0
+
+    def _lose(self, seconds: float) -> None:
+        """Count a loss; of what was saved, as much as may be lost remains for later trials."""
+        self._lost = max(self._lost + seconds, -self._allowed())
+
+    def _allowed(self) -> float:
+        return LOSS_SHARE * max(self._elapsed, _FIRST_SECONDS)
 
     def _affords(self, seconds: float) -> bool:
-        return self._lost + self._risk + seconds <= LOSS_SHARE * self._elapsed
+        return self._lost + self._risk + seconds <= self._allowed()
 
     def _tried(self, size: int, net: float, pass_seconds: float) -> None:
         """Record a round of a trial that saved ``net`` seconds; end the trial if it is complete or too expensive."""
-        self._estimated_net += net
+        self._estimated += net
         self._gained += net
-        self._lost = max(0.0, self._lost - net)
+        self._lose(-net)
         if not self.is_on:  # launched before the last trial had ended
             return
         self._net, self._rounds = self._net + net, self._rounds + 1
@@ -193,10 +215,13 @@ class DraftingClock:
             return
         self.is_on = self._net > 0
         self._waits[size] = _FIRST_WAIT if self.is_on else min(2 * self._waits[size], _LONGEST_WAIT)
-        self._net, self._rounds, self._passes[size] = 0.0, 0, 0
+        self._net = min(self._net, _MOST_CARRIED * pass_seconds) if self.is_on else 0.0
+        self._rounds, self._passes[size] = 0, 0
 
-    def _rate(self, asked: bool, size: int) -> float | None:
+    def rate(self, asked: bool, live: int) -> float | None:
+        """Median seconds a pass of about ``live`` rows, with drafts or without; None if too few have run."""
+        key = asked, max(live.bit_length(), _FEW)
         if not self.is_local:
-            return self._shared.get((asked, size))
-        recent = self._recent[asked, size]
+            return self._shared.get(key)
+        recent = self._recent[key]
         return median(recent) if len(recent) >= _FEWEST else None

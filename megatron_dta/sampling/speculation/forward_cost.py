@@ -2,8 +2,8 @@
 
     seconds(n) = base + per_token x max(0, n - knee)
 
-The defaults are those of a 7B model in bfloat16
-on one H100-class GPU. They are linear from the first token; this is conservative, as every drafted token has a cost.
+The defaults are those of a 7B model in bfloat16 on one H100-class GPU. They are linear from the first token; this is
+conservative, as every drafted token has a cost.
 """
 
 from __future__ import annotations

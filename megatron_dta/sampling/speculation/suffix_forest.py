@@ -126,18 +126,8 @@ class SuffixForest:
         of_rows = drafts.lengths.ctypes.data
         outputs = drafts.tokens.ctypes.data, drafts.probabilities.ctypes.data
         outputs += (*(of_rows + 4 * len(texts) * i for i in range(4)), drafts.scores.ctypes.data)
-        status = self._library.sf_draft(
-            self._forest,
-            len(texts),
-            texts.ctypes.data,
-            most.ctypes.data,
-            params.width,
-            params.factor,
-            params.offset,
-            params.min_probability,
-            *outputs,
-        )
-        _check_status(status)
+        inputs = len(texts), texts.ctypes.data, most.ctypes.data, params.width, params.factor, params.offset
+        _check_status(self._library.sf_draft(self._forest, *inputs, params.min_probability, *outputs))
         return drafts
 
     def count(self, tree: int, pattern: np.ndarray) -> int:

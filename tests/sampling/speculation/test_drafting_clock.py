@@ -10,7 +10,7 @@ from megatron_dta.sampling.in_process.suffix_drafting import SuffixDrafting
 from megatron_dta.sampling.interface import GenerationRequest, generate, phase
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation import clock as clock_module
-from megatron_dta.sampling.speculation.clock import LOSS_SHARE, TRIAL_ROUNDS, DraftingClock
+from megatron_dta.sampling.speculation.clock import LOSS_SHARE, TRIAL_ROUNDS, DraftingClock, PlainSchedule
 from rollout_forest import started
 from sampling_cases import SHAPES, make_model
 from speculation_exact_cases import suffix_drafting
@@ -50,9 +50,22 @@ def test_drafts_that_pay_stay_until_they_do_not() -> None:
     time, plain, _ = run(clock, 1e-3, 2e-3, 4.0, 600_000, rng)
     assert clock.is_on
     assert time < 0.55 * plain
-    for _ in range(2 * TRIAL_ROUNDS):  # the present trial may have saved enough to win
+    for _ in range(clock_module._MOST_CARRIED + 2 * TRIAL_ROUNDS):  # lose what the last trials have won
         clock.took(60, 1, 2e-3, True)
     assert not clock.is_on
+
+
+def test_passes_without_drafts_are_measured_again_and_phases_decide_about_the_next() -> None:
+    clock = DraftingClock()
+    for saved, stays in ((0.5, True), (-0.02, True), (-0.03, False), (-0.03, False), (0.01, True)):
+        clock.is_on |= not clock._batches
+        for asked in (True, False, False, False):
+            clock.took(50, 8, 8e-3, asked)
+            assert clock.asks is (clock.is_on and len(clock._recent[False, 6]) == 3)
+        clock.end_phase(PlainSchedule(took=1.0, latest=1.0 + saved, is_plain=False))
+        assert clock.is_on is stays
+        for _ in range(clock_module._RENEWAL):
+            clock.begin_batch()
 
 
 def test_ranks_that_decide_together_use_no_seconds_of_theirs() -> None:

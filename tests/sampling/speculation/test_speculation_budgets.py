@@ -24,12 +24,9 @@ def test_length_classes() -> None:
     history = LengthHistory()
     assert history.first_class("a") == LengthClass.MEDIUM
     assert history.classes(np.array([1, 1]), np.array([5, 10**6])).tolist() == [1, 1]
-    for length in (10, 12, 14):
-        history.add("short", history.first_class("short"), length)
-    for length in (100, 110, 120):
-        history.add("medium", history.first_class("medium"), length)
-    for length in (1000, 1100, 1200):
-        history.add("long", history.first_class("long"), length)
+    for name, lengths in (("short", (10, 12, 14)), ("medium", (100, 110, 120)), ("long", (1000, 1100, 1200))):
+        for length in lengths:
+            history.add(name, history.first_class(name), length)
     history.add("short", LengthClass.SHORT, 2000)
     assert history.first_class("long") == LengthClass.MEDIUM  # not before the step is over
     history.end_step()
@@ -108,9 +105,7 @@ def test_who_is_last() -> None:
     candidates = np.stack([candidate_lengths(lengths, others) for lengths in problems])
     so_far, speed = rng.integers(0, 150, 9), rng.uniform(1, 4, 9)
     probability = completion_probability(candidates, so_far, speed)
-    ends = np.where(candidates > so_far[:, None], candidates, np.nan)
-    ends = (ends - so_far[:, None]) / speed[:, None]
-    ends = np.where(np.isnan(ends), 0, ends)
+    ends = np.where(candidates > so_far[:, None], (candidates - so_far[:, None]) / speed[:, None], 0)
     draws = np.stack([rng.choice(row, 40000) for row in ends]) + rng.random((9, 40000)) * 1e-6
     counted = np.bincount(draws.argmax(0), minlength=9) / 40000
     assert probability.sum() == pytest.approx(1)
@@ -141,19 +136,16 @@ def taught(budget: str, cost: ForwardCost) -> Speculator:
 
 def opened(speculator: Speculator, so_far: int) -> np.ndarray:
     slots = np.array([speculator.open(problem, np.array([7])) for problem in "sml"])
-    begun = [np.arange(1000, 1000 + so_far, dtype=np.int32)] * 3
     for i in range(so_far):
         proposal = speculator.propose(slots, np.zeros(3, np.int64))
-        tokens = np.array([tokens_of[i] for tokens_of in begun], np.int32)
-        speculator.record(proposal, np.zeros(3, np.int64), tokens, np.arange(4), 1.0)
+        speculator.record(proposal, np.zeros(3, np.int64), np.full(3, 1000 + i, np.int32), np.arange(4), 1.0)
     speculator._next_plan = 0  # those that follow from the length so far
     return slots
 
 
 def test_classes_have_their_budgets() -> None:
     speculator = taught("class", CHEAP)
-    firsts = [speculator.history.first_class(p) for p in "sml"]
-    assert firsts == [LengthClass.SHORT, LengthClass.MEDIUM, LengthClass.LONG]
+    assert [speculator.history.first_class(p) for p in "sml"] == list(LengthClass)  # short, medium, long
     slots = opened(speculator, 12)
     proposal = speculator.propose(slots, np.full(3, 24))
     # Of a match of 12 tokens as many as the tree has: none for a short one, six for a medium one.

@@ -33,9 +33,8 @@ def test_gate_by_loops(seed: int, knee: float) -> None:
     for live, theta in ((16, 0.06), (64, 0.19), (256, 0.49), (512, 0.66)):
         row = np.linspace(0.99, 0.01, 99)[None]
         linear = ForwardCost(8e-3, 3e-5)
-        assert row[0, token_gate(row, np.array([99]), linear, live, np.array([live]))[0] - 1] == pytest.approx(
-            theta, abs=0.02
-        )
+        last = token_gate(row, np.array([99]), linear, live, np.array([live]))[0] - 1
+        assert row[0, last] == pytest.approx(theta, abs=0.02)
 
 
 def test_fit_of_a_forwards_cost() -> None:

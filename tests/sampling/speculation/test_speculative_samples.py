@@ -86,11 +86,7 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
     steps, compared, texts = 3, 0, []
     depth = drafting.speculator.drafter.params.depth
     for step in range(steps):
-        requests = [
-            GenerationRequest(i * 8 + j, prompt, 14 + i % 9, i * 8 + j)
-            for i, prompt in enumerate(prompts)
-            for j in range(8)
-        ]
+        requests = [GenerationRequest(n, prompts[n // 8], 14 + n // 8 % 9, n) for n in range(8 * len(prompts))]
         for sampler in (plain, engine):
             sampler.start(params, step)
             sampler.update_weights(step)
