@@ -23,6 +23,7 @@ order, so the order of the rollouts changes no bit.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,18 +128,13 @@ class _Estimate:
         name = self.settings.advantage_estimator
         if name not in ADVANTAGE_ESTIMATORS:
             raise InputError(f"--advantage-estimator {name}: choose from {', '.join(ADVANTAGE_ESTIMATORS)}")
-        if name == "grpo":
-            values = self._grpo(not self.settings.disable_grpo_std_normalization)
-        elif name == "dr_grpo":
-            values = self._grpo(False)
-        elif name == "rloo":
-            values = self._rloo()
-        elif name == "reinforce_plus_plus_baseline":
-            values = self._centred()
-        else:
-            values = None
-        if values is not None:
-            advantages = [np.full(len(r), value) for r, value in zip(self.rollouts, values, strict=True)]
+        grpo = self._centred if self.settings.disable_grpo_std_normalization else self._normalized
+        of_rollouts = {"grpo": grpo, "rloo": self._rloo}
+        of_rollouts |= dict.fromkeys(("dr_grpo", "reinforce_plus_plus_baseline"), self._centred)
+        if name in of_rollouts:
+            ends = np.cumsum([len(rollout) for rollout in self.rollouts])
+            tokens = np.repeat(of_rollouts[name](), np.diff(ends, prepend=0))
+            advantages = [tokens[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
         elif name == "reinforce_plus_plus":
             advantages = [_reward_to_come(rollout) for rollout in self.rollouts]
             if self.penalties is not None:
@@ -165,14 +161,12 @@ class _Estimate:
         mean = np.bincount(self.group[use], (self.weights * self.rewards)[use])
         return np.where(self.spread, self.rewards - mean[self.group], 0.0)
 
-    def _grpo(self, normalize_std: bool) -> np.ndarray:
+    def _normalized(self) -> np.ndarray:
+        """``_centred`` over the group's standard deviation."""
         if not self.weighted:
             trajectories = [rollout.trajectory_id for rollout in self.rollouts]
-            return group_advantages(self.rewards, self.names, trajectories, normalize_std)
-        centred = self._centred()
-        if not normalize_std:
-            return centred
-        use = self.counted
+            return group_advantages(self.rewards, self.names, trajectories, normalize_std=True)
+        centred, use = self._centred(), self.counted
         # The unbiased variance of weighted samples; with equal weights, the divisor is n - 1.
         squares = np.bincount(self.group[use], (self.weights * centred**2)[use])
         freedom = 1 - np.bincount(self.group[use], (self.weights**2)[use])

@@ -96,8 +96,7 @@ class Rollout:
                 version = values["policy_version"]
                 raise field_error("policy_version", f"is {version}, but the oldest of token_versions is {oldest}")
         values |= _checked_tree_fields(self, len(token_ids))
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(values)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -255,7 +254,7 @@ def _check_length(array: np.ndarray, name: str, length: int, reference: str = "t
 
 def _refuse(bad: np.ndarray, array: np.ndarray, name: str, reason: str) -> None:
     """Raise an error that names the first entry of ``array`` that is ``bad``."""
-    if bad.any():
+    if np.count_nonzero(bad):  # a fraction of the time of ``any``
         at = int(bad.argmax())
         raise field_error(name, f"entry {at} is {array[at]}, {reason}")
 
@@ -278,7 +277,7 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
     _check_length(array, "loss_mask", length)
     if array[0]:
         raise field_error("loss_mask", "entry 0 is true, but the first token has no prefix to predict it from")
-    if not array.any():
+    if not np.count_nonzero(array):
         raise field_error("loss_mask", "no token is trained (every entry is false)")
     return array
 
@@ -286,7 +285,7 @@ def _checked_loss_mask(value: Any, length: int) -> np.ndarray:
 def _checked_floats(value: Any, name: str, length: int, reference: str = "token_ids") -> np.ndarray:
     array = _to_array(value, name, _NUMBERS)
     _check_length(array, name, length, reference)
-    if array.dtype == np.float32 and np.isfinite(array).all():
+    if array.dtype == np.float32 and np.count_nonzero(np.isfinite(array)) == length:
         return array
     with np.errstate(over="ignore"):
         result = array.astype(np.float32, copy=False)

@@ -137,7 +137,7 @@ class SamplePreparation:
                 ]
                 step.statistics["teacher_kl"] = float(np.mean(np.concatenate(gaps)))
             if "advantages" in fields:
-                idle = [not np.any(fields["advantages"][i]) for i in chosen]
+                idle = [not np.count_nonzero(fields["advantages"][i]) for i in chosen]
                 step.statistics["zero_advantages"] = float(np.mean(idle))
             step.set_fields({name: [arrays[i] for i in chosen] for name, arrays in kept.items()})
         order = [step for _ in range(self.settings.ppo_epochs) for step, _ in steps]
@@ -150,15 +150,11 @@ class SamplePreparation:
             weights = sequence_weights(rollouts, self.settings.leaf_weights)
         recorded = self.objective.is_policy_gradient and self.trusts_logprobs
         recorded = recorded and all(rollout.logprobs is not None for rollout in rollouts)
+        logprobs = [rollout.logprobs if recorded else None for rollout in rollouts]
+        given = zip(rollouts, logprobs, weights.tolist(), known_paths(rollouts), strict=True)
         samples = [
-            TrainingSample(
-                rollout.token_ids,
-                rollout.loss_mask,
-                weight=float(weight),
-                path=path,
-                rollout_logprobs=rollout.logprobs if recorded else None,
-            )
-            for rollout, weight, path in zip(rollouts, weights, known_paths(rollouts), strict=True)
+            TrainingSample(rollout.token_ids, rollout.loss_mask, rollout_logprobs=values, weight=weight, path=path)
+            for rollout, values, weight, path in given
         ]
         if self.teachers is not None:
             numbers = self.teachers.numbers(rollouts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ class StepSamples:
     def set_fields(self, fields: Mapping[str, Sequence[np.ndarray]]) -> None:
         """Set loss fields of the samples: for each name, one array [T] per sample."""
         self.samples = [
-            replace(sample, **{name: arrays[i] for name, arrays in fields.items()})
+            sample.with_fields(**{name: arrays[i] for name, arrays in fields.items()})
             for i, sample in enumerate(self.samples)
         ]
         if self.planned is not None:

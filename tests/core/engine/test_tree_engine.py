@@ -192,11 +192,12 @@ def test_wrong_samples_are_refused():
         TrainingSample(tokens, np.zeros(3, bool))
     with pytest.raises(ValueError, match="no prefix predicts the first token"):
         TrainingSample(tokens, np.ones(4, bool))
-    untrained = TrainingSample(tokens, np.zeros(4, bool))
     with pytest.raises(ValueError, match="sample 0 has no trained token"):
-        prepare_batch([untrained], TreeConfig())
-    with_advantages, without = (TrainingSample(tokens, tokens > 0, advantages=a) for a in (np.ones(4), None))
+        prepare_batch([TrainingSample(tokens, np.zeros(4, bool))], TreeConfig())
+    without = TrainingSample(tokens, tokens > 0)
+    with pytest.raises(ValueError, match="returns has 3 entries for 4 tokens"):
+        without.with_fields(returns=np.ones(3))
     with pytest.raises(ValueError, match="advantages is missing in sample 1"):
-        prepare_batch([with_advantages, without], TreeConfig())
+        prepare_batch([without.with_fields(advantages=np.ones(4)), without], TreeConfig())
     with pytest.raises(ValueError, match=r"--tree-segment-tokens 3 is less than the longest sequence \(4 tokens\)"):
-        prepare_batch([with_advantages], TreeConfig(tree_mode="packed", tree_segment_tokens=3))
+        prepare_batch([without], TreeConfig(tree_mode="packed", tree_segment_tokens=3))

@@ -26,6 +26,7 @@ FIELDS = (
     "pair_gradient",
     "pair_loss",
 )
+_OF_TOKENS = ("loss_mask", *FIELDS, "routed_experts", "tree_keys")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,19 @@ class TrainingSample:
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise ValueError("a training sample needs at least one token")
-        for name in ("loss_mask", *FIELDS, "routed_experts", "tree_keys"):
+        for name in _OF_TOKENS:
             values = getattr(self, name)
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is true, but no prefix predicts the first token")
+
+    def with_fields(self, **fields: np.ndarray) -> TrainingSample:
+        """A copy with other loss fields (``FIELDS``), in a fraction of the time of ``dataclasses.replace``."""
+        sample = object.__new__(TrainingSample)
+        vars(sample).update(vars(self), **fields)
+        sample.__post_init__()
+        return sample
 
     @property
     def keys(self) -> np.ndarray:
