@@ -68,8 +68,8 @@ class SimulatedLengths(RolloutEngine):
             result = GenerationResult(request.request_id, tokens, tokens.astype(np.float32), FinishReason.LENGTH, 0)
             self._waiting.append(result)
 
-    def poll(self) -> list[GenerationResult]:
-        results, self._waiting = (self._waiting, []) if self._inner is None else (self._inner.poll(), [])
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
+        results, self._waiting = (self._waiting, []) if self._inner is None else (self._inner.poll(patient), [])
         self._decoded += sum(len(result.token_ids) for result in results)
         return [
             replace(

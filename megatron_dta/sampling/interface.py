@@ -99,11 +99,9 @@ class RolloutEngine(ABC):
     Attributes:
         needs_checkpoint: whether ``update_weights`` needs a copy of the new weights, because the engine does not use
             the trainer's.
-        has_reserve: whether so many requests wait that a caller may delay further ones until after the next ``poll``.
     """
 
     needs_checkpoint: bool = False
-    has_reserve: bool = False
 
     @abstractmethod
     def start(self, params: SamplingParams, iteration: int) -> None:
@@ -122,8 +120,9 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    def poll(self) -> list[GenerationResult]:
-        """Work or wait until at least one request has finished. Returns the finished ones; none if nothing runs."""
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
+        """Work or wait until at least one request has finished, if not ``patient`` only for a moment. Returns the
+        finished ones; none if nothing runs."""
 
     @abstractmethod
     def release(self, request_ids: Sequence[int]) -> None:

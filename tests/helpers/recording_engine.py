@@ -91,8 +91,8 @@ class RecordingEngine(RolloutEngine):
             self._counts["reused_tokens"] += shared
             self._counts["prefilled_tokens"] += len(request.token_ids) - shared
 
-    def poll(self) -> list[GenerationResult]:
-        if not self._running:
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
+        if not self._running or (not patient and self._order.random() < 0.5):
             return []
         finished: list[int] = []
         while not finished:

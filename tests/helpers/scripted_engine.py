@@ -53,7 +53,7 @@ class ScriptedEngine(RolloutEngine):
             self.submitted += 1
             self._running.append(request)
 
-    def poll(self) -> list[GenerationResult]:
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
         if not self._running:
             return []
         time.sleep(self._seconds)

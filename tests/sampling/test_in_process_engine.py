@@ -265,14 +265,14 @@ def test_what_cannot_be_sampled_is_refused():
 
 
 def test_the_mode_of_the_model_lasts_for_a_phase():
-    """Changing it visits every module, so it happens once; also after an error the model is as before."""
+    """Changing it visits every module, so it happens once; also after an error model and collector are as before."""
     engine = started(model := make_model(5).train(), NEVER)
     requests = [GenerationRequest(i, np.arange(1, 4, dtype=np.int32), 3 + i, i) for i in range(3)]
     engine.submit(requests)
-    engine.poll()
+    assert engine.poll(patient=False) == []  # one pass
+    assert len(engine.poll()) == 1
     assert not model.training
-    engine.poll()
-    engine.poll()
+    assert len(engine.poll() + engine.poll()) == 2
     engine.join()
     assert model.training
     engine.submit([replace(requests[0], request_id=7)])

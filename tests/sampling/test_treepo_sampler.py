@@ -112,7 +112,7 @@ def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queri
             TreeSampler(RecordingEngine(30, 0.15, seed=9), settings).sample([query], params, 4)[0] for query in queries
         ]
         delaying = TreeSampler(RecordingEngine(30, 0.15, seed=3, most_at_once=40), settings)
-        delaying._engine.has_reserve, delaying.most_results = True, 2
+        delaying.most_results = 2
         for trees in (lockstep, alone, delaying.sample(queries, params, 4)):
             for a, b in zip(together, trees, strict=True):
                 assert_same_tree(a, b)

@@ -42,7 +42,7 @@ class ScriptedEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._running += requests
 
-    def poll(self) -> list[GenerationResult]:
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
         if self._running:
             time.sleep(SECONDS_OF_A_PASS)
         results, self._running = [self._result(request) for request in self._running], []

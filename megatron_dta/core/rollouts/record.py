@@ -121,7 +121,7 @@ def _checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
             raise field_error("segment_rewards", "given without segment_ends")
         return values
     ends = _to_array(rollout.segment_ends, "segment_ends", _INTEGERS)
-    if not len(ends) or ends[0] < 1 or (np.diff(ends.astype(np.int64)) < 1).any() or ends[-1] != length:
+    if not len(ends) or ends[0] < 1 or (ends[1:] <= ends[:-1]).any() or ends[-1] != length:
         raise field_error("segment_ends", f"must rise from at least 1 to the number of tokens, {length}")
     branches = _to_array(rollout.branches, "branches", _INTEGERS)
     if len(branches) != len(ends):

@@ -122,14 +122,14 @@ class HttpEngine(RolloutEngine):
         """The tokens of unfinished requests that servers have replied with, by id; any thread may call this."""
         return {request_id: response for request_id, response in self._responses.copy().items() if len(response)}
 
-    def poll(self) -> list[GenerationResult]:
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
         """See the interface.
 
         Raises:
             ServerError: a request has failed for good; all others are cancelled.
         """
-        results: list[GenerationResult] = []
-        while self._running and not results:
+        results = self.poll_for(0.0) if self._running else []
+        while patient and self._running and not results:
             results = self.poll_for(_WAIT_S)
         return results
 

@@ -136,7 +136,7 @@ class InProcessEngine(RolloutEngine):
             self._scheduler.submit(sequence)
             self.drafting.submitted(sequence)
 
-    def poll(self) -> list[GenerationResult]:
+    def poll(self, patient: bool = True) -> list[GenerationResult]:
         began = time.perf_counter()
         finished: list[Request] = []
         try:
@@ -146,11 +146,12 @@ class InProcessEngine(RolloutEngine):
                     finished, round_ended = self._run(), time.perf_counter()
                     self._count_seconds(round_ended - round_began)
                     round_began = round_ended
+                    if not patient:
+                        break
         except BaseException:
             self.close()
             raise
         results = [self._finish(sequence) for sequence in finished]
-        self.has_reserve = 2 * len(self._scheduler.waiting) > len(self._scheduler.running)
         self._free_when_unused()
         self._counts["seconds"] += time.perf_counter() - began
         return results

@@ -41,11 +41,11 @@ def tree_rollouts(
 
 
 def _rollout(nodes: Sequence[TreeNode], reward: float | None, **fields: Any) -> Rollout:
-    counts = np.array([(node.num_sampled, len(node.token_ids) - node.num_sampled) for node in nodes]).ravel()
+    counts = [count for node in nodes for count in (node.num_sampled, len(node.token_ids) - node.num_sampled)]
     turn_rewards = np.array([node.reward for node in nodes], np.float32) if reward is None else None
     return Rollout(
         token_ids=np.concatenate([node.token_ids for node in nodes]),
-        loss_mask=np.repeat(np.arange(2 * len(nodes)) % 2 == 0, counts),
+        loss_mask=np.repeat([True, False] * len(nodes), counts),
         reward=float(sum(node.reward for node in nodes)) if reward is None else reward,
         logprobs=np.concatenate([node.logprobs for node in nodes]).astype(np.float32, copy=False),
         trajectory_id=".".join(map(str, nodes[-1].path)),

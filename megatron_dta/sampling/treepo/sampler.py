@@ -64,7 +64,7 @@ class TreeSampler:
         environments: runs the environments of multi-turn queries; None: a response is one turn.
 
     Attributes:
-        most_results: taken between two polls while the engine has a reserve; a device would wait for many more.
+        most_results: taken between two polls, so that a device goes on soon with those that follow from them.
     """
 
     most_results = 128
@@ -95,12 +95,11 @@ class TreeSampler:
         with phase(self._engine, params, iteration):
             self._submit([(i, node) for i, growing in enumerate(self._growing) for node in growing.policy.start()])
             while self._nodes:
-                waiting += self._engine.poll()
+                waiting += self._engine.poll(patient=not waiting)
                 if not waiting:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
-                count = self.most_results if self._engine.has_reserve else len(waiting)
-                leaves = self._take(waiting[:count])
-                del waiting[:count]
+                leaves = self._take(waiting[: self.most_results])
+                del waiting[: self.most_results]
                 if take is not None and leaves:
                     take(leaves)
         assert all(growing.policy.complete for growing in self._growing)
