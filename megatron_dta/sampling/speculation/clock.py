@@ -113,7 +113,7 @@ class DraftingClock:
         self.saved = self._gained = self._last_gained = self._elapsed = self._lost = self._net = 0.0
         self._risk = self._price = 0.0  # expected seconds of the next trial, and of its trees
         self._pass_seconds = self._carried = self._estimated = 0.0  # the last one: saved in this phase
-        self._rounds, self._batches, self._captures, self._measures = 0, 0, 0, False
+        self._rounds, self._batches, self._measures = 0, 0, False
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
         self._waits: dict[int, int] = defaultdict(lambda: _FIRST_WAIT)
@@ -156,7 +156,7 @@ class DraftingClock:
             return
         self._passes[size] += passes
         # A round that was launched before a trial began is none of it.
-        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain + _CAPTURE_SECONDS * (not self._captures)
+        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain + _CAPTURE_SECONDS * (self.rate(True, live) is None)
         self.is_due = not self.is_on and self._passes[size] >= self._waits[size] and self._affords(self._price)
 
     def begin(self, seconds: float) -> None:
@@ -176,9 +176,9 @@ class DraftingClock:
 
     def captured(self, seconds: float) -> None:
         """Record a round with drafts of ``seconds`` in which a graph was captured."""
-        self._captures += 1
         # A compilation, which may be part of it, is needed once on a machine.
         self._lost += min(seconds, 2 * _CAPTURE_SECONDS) if self.is_local else _CAPTURE_SECONDS
+        self.is_on = self.is_on and self._lost <= self._allowed()  # a large batch needs several graphs
 
     def end_phase(self, schedule: PlainSchedule) -> None:
         """End a phase with ``schedule``, in which drafts saved what it says and not what was expected."""
