@@ -123,7 +123,7 @@ def check_length(request: GenerationRequest, most: int, page_size: int, max_page
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix of two arrays of int32."""
     length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    return int(differs.argmax()) if differs.any() else length
+    is_common = first[:length].tobytes() == second[:length].tobytes()
+    return length if is_common else int((first[:length] != second[:length]).argmax())
