@@ -162,7 +162,7 @@ class TreeEngine(RankModel):
     def prepare_ahead(self, batch: TreeBatch, objective: Objective) -> None:
         """Upload what ``forward_backward`` of the same arguments will begin with, while the device computes a step."""
         self._next_run = StageRun(self, batch, objective)
-        self._next_run.make_first_tables()
+        self._next_run.prepare()
 
     def forward_backward(
         self,

@@ -13,7 +13,6 @@ its own K and V, and an op names its model chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +26,6 @@ from megatron_dta.core.engine.batch import TreeBatch
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.loss_pass import LossPass, Objective
 from megatron_dta.core.engine.rank_model import RankModel
-from megatron_dta.core.model.attention.context import HostWork
 from megatron_dta.core.model.attention.kv_pool import KVPool, SlotRuns
 from megatron_dta.core.model.attention.segment_attention import SegmentAttentionPlans
 from megatron_dta.core.model.attention.segment_context import SegmentContext
@@ -42,6 +40,11 @@ if TYPE_CHECKING:
     from megatron_dta.core.engine.stage_transport import StageTransport
     from megatron_dta.core.engine.teacher_pass import TeacherPass
     from megatron_dta.core.model.hybrid.segment_states import StepStates
+
+
+# Where ranks share experts, a forward waits for the device in each layer, and the host is ahead after a backward only:
+# there it makes the tables of this many ops.
+_OPS_AHEAD = 8
 
 
 @dataclass
@@ -66,7 +69,7 @@ class StageRun:
 
     def __init__(self, model: RankModel, batch: TreeBatch, objective: Objective | None) -> None:
         self.model, self.batch, self.training = model, batch, objective is not None
-        self.host_work, self.next_context = HostWork(), None
+        self.identity, self.made_ahead = object(), []
         step, mesh = batch.plan, model.mesh
         self.pass_plan = step.training if self.training else step.forward_only
         self.program = stage_program(step.segments, self.pass_plan, mesh.pipeline_rank)
@@ -80,6 +83,7 @@ class StageRun:
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
+        self.waits_in_forward = bool(self.experts) and self.program.most_tokens is not None
         self.layer_rows = [part.attention_rows for part in model.tree_models]
         self.attention_plans = None
         if model.uses_kernels:
@@ -120,16 +124,18 @@ class StageRun:
         replays = self.model.replays_routing
         return [ExpertPass(part, batch, self.plan, self.training, replays) for part in self.model.tree_models]
 
-    def make_first_tables(self) -> None:
-        """Make the loss, and what the first op would make but its memory."""
-        self.made_ahead = self.loss, [self._tables(op.segment) for op in self.program.ops[:1]]
+    def prepare(self) -> None:
+        """Make the loss and the tables of the first ops, but allocate no pool."""
+        self.made_ahead = [self.loss, *self._tables(0, _OPS_AHEAD if self.waits_in_forward else 2)]
 
-    def _tables(self, segment: int) -> object:
-        """The segment's attention plan, with the tables of its backward."""
-        plan = self.attention_plans and self.attention_plans.of_segment(segment)
-        if plan is not None:
-            plan.backward()
-        return plan
+    def _tables(self, begin: int, count: int) -> list[object]:
+        """Attention tables of ``count`` ops from number ``begin`` on."""
+        made = []
+        for op in self.program.ops[begin : begin + count]:
+            made.append(self.attention_plans and self.attention_plans.of_segment(op.segment))
+            if op.kind is OpKind.BACKWARD and made[-1] is not None:
+                made[-1].backward()
+        return made
 
     @cached_property
     def pools(self) -> list[KVPool]:
@@ -167,7 +173,6 @@ class StageRun:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
         for number in range(len(self.program.ops)):
             self._run(number)
-        self.host_work.pieces = iter(())  # layers keep the step's object
         for pool in self.pools:
             pool.close()
         if self.transport is not None:
@@ -180,8 +185,7 @@ class StageRun:
             rows_per_rank = part.stage_shape(self.program.most_tokens[number], contexts)[0]
         try:
             if op.kind is OpKind.FORWARD:
-                context, self.next_context = self.next_context or self._context(op), None
-                self.host_work.pieces = self._pieces(number)
+                context = self._context(op)
                 context.rows_per_rank = rows_per_rank
                 self._forward(op, context, self._keeps(op))
             else:
@@ -190,19 +194,13 @@ class StageRun:
                 is_last = self.last_backward[op.chunk] == op.segment
                 with self.model.gradient_sync(op.chunk, allowed=is_last):
                     self._backward(op, is_last)
+                following = self.program.ops[number + 1 : number + 2]
+                if self.waits_in_forward and any(op.kind is OpKind.FORWARD for op in following):
+                    self.made_ahead = self._tables(number + 1, _OPS_AHEAD)
         except Exception as error:
             # In a job of many processes, the op that failed first locates the cause.
             error.add_note(f"in {self._describe(op)}")
             raise
-
-    def _pieces(self, number: int) -> Iterator[None]:
-        """Prepares what the ops after a forward need: tables of backwards, and the context of the next forward."""
-        for op in self.program.ops[number + 1 :]:
-            if op.kind is OpKind.FORWARD:
-                self.next_context = self._context(op)
-                return
-            self._tables(op.segment)
-            yield
 
     def _describe(self, op: PipelineOp) -> str:
         mesh = self.model.mesh
@@ -350,7 +348,7 @@ class StageRun:
             runs = SlotRuns.of(plan.host_slots[chunk][self.paths.stream_indices(segment)], slots)
         return SegmentContext(
             position_ids=plan.positions[tokens],
-            step=self.host_work,
+            step=self.identity,
             routing=self.experts[chunk].routing(segment) if self.experts else None,
             context_group=self.model.context_group,
             pool=self.pools[chunk],

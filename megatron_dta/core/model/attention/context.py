@@ -9,7 +9,6 @@ one model.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,16 +20,6 @@ from megatron_dta.core.model.parallel.context_group import ContextGroup
 if TYPE_CHECKING:
     from megatron_dta.core.model.attention.token_routing import TokenRouting
     from megatron_dta.core.model.hybrid.path_states import PathStates
-
-
-class HostWork:
-    """What the host may do while it waits for the device in a step, a piece at a time."""
-
-    pieces: Iterator[None] = iter(())
-
-    def do_piece(self) -> None:
-        """Do the next piece, if any is left."""
-        next(self.pieces, None)
 
 
 @dataclass
@@ -60,7 +49,7 @@ class AttentionContext(PackedSeqParams):
     routing: TokenRouting | None = None
     path_states: PathStates | None = None
     rows_per_rank: int | None = None
-    step: HostWork | None = None
+    step: object | None = None
     context_group: ContextGroup | None = None
 
     def __post_init__(self) -> None:

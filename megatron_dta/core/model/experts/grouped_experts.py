@@ -31,7 +31,6 @@ from torch.nn import Parameter
 
 from dta_kernels.experts.reference import PlainRows, sum_rows
 from megatron_dta.core.model.activation import weighted_activation
-from megatron_dta.core.model.attention.context import HostWork
 from megatron_dta.core.model.experts.expert_maps import ExpertMap, FindMatrices, summed
 from megatron_dta.core.model.experts.expert_rows import ExpertRows, RowSums, scattered
 from megatron_dta.core.model.experts.weights import SameOnEveryMesh
@@ -70,7 +69,7 @@ class GroupedExperts(SameOnEveryMesh):
         rows: ExpertRows,
         runs_hooks: bool = True,
         later: Later | None = None,
-        step: HostWork | None = None,
+        step: object | None = None,
     ) -> Tensor:
         """Sum [R, C] of each token's outputs, each times the router's weight.
 
@@ -89,7 +88,7 @@ class GroupedExperts(SameOnEveryMesh):
         run.later, run.step = None if needs_hooks or adapters else later, step
         return _Experts.apply(x_RC, weights_RK, run, *parameters, *adapters)
 
-    def direct_run(self, rows: ExpertRows, later: Later | None, step: HostWork | None) -> ExpertsRun:
+    def direct_run(self, rows: ExpertRows, later: Later | None, step: object | None) -> ExpertsRun:
         """A pass of which autograd does not know, over weights without adapters whose gradients have buffers."""
         run = ExpertsRun(self, rows, self.maps, in_buffers=True, is_told=False)
         run.later, run.step = later, step
@@ -154,7 +153,7 @@ class ExpertsRun:
     """
 
     later: Later | None = None
-    step: HostWork | None = None
+    step: object | None = None
 
     def __init__(
         self,
@@ -181,8 +180,6 @@ class ExpertsRun:
             first, inner = self.fc1.product(self.groups, tables, x, indexed=True)
             weights_Q = weights.flatten().index_select(0, entries)
             output, inner_2 = self.fc2.product(self.groups, tables, experts.activate(first, weights_Q))
-            if is_expected and self.step is not None:
-                self.step.do_piece()  # the number of rows is still on its way
         return experts.sum_rows(output, rows.token_rows), KeptRows(weights_Q, first, inner, inner_2, entries, is_row)
 
     def backward(self, grad: Tensor, x: Tensor, kept: KeptRows) -> tuple[Tensor, Tensor, list[Tensor | None]]:
