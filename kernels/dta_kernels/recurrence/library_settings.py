@@ -39,6 +39,10 @@ _DELTA = {
 }
 # By the channels of keys and of values.
 HOPPER: dict[tuple[int, int], dict[str, LaunchSettings]] = {(128, 128): _DELTA}
+# The assembler of Triton 3.6 and 3.7.1 (ptxas 12.8) compiles this kernel wrongly for Hopper with four warps and so few
+# channels of values: it takes the address of a product's operand in shared memory from a register that nothing has
+# written. Gradients are then wrong, or the access is illegal. With two warps the code is right.
+_WRONG_WITH_FOUR_WARPS, _CHANNELS_OF_WRONG = "chunk_bwd_kernel_dv_local", 32
 
 
 def tuners() -> dict[str, Any]:
@@ -68,9 +72,12 @@ def fix_settings(head_sizes: tuple[int, int], capability: tuple[int, int]) -> No
     The tuners are those of the process, so this is called before every use: other heads may find no room for the
     same settings. A candidate that this version of the library does not have is left to its tuner.
     """
-    chosen = HOPPER.get(head_sizes, {}) if capability[0] == CAPABILITY else {}
+    on_hopper = capability[0] == CAPABILITY
+    chosen = HOPPER.get(head_sizes, {}) if on_hopper else {}
     for name, tuner in tuners().items():
         candidates = _all_candidates()[name]
+        if name == _WRONG_WITH_FOUR_WARPS and on_hopper and head_sizes[1] <= _CHANNELS_OF_WRONG:
+            candidates = [config for config in candidates if config.num_warps < 4]
         tuner.configs = [config for config in candidates if settings_of(config) == chosen.get(name)] or candidates
 
 

@@ -1,5 +1,7 @@
 """Gated delta rule and Mamba-2 in chunks, and the short convolution along paths, equal token-by-token references."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -71,13 +73,8 @@ def test_convolution_along_paths_and_all_gradients(width):
     """A fork behind two tokens, below it a run of one token with a child of its own, and rows from outside."""
     torch.manual_seed(width)
     C, before = 3, width - 1
-    runs = {
-        "trunk": range(0, 2),
-        "short": range(2, 3),
-        "below": range(3, 8),
-        "sibling": range(8, 9),
-        "root": range(9, 12),
-    }
+    names = "trunk", "short", "below", "sibling", "root"
+    runs = {name: range(*bounds) for name, bounds in zip(names, pairwise([0, 2, 3, 8, 9, 12]), strict=True)}
     outside = list(range(12, 12 + before))  # the rows before the trunk
     zero = 12 + before
     fork = [*outside, 0, 1]
@@ -96,18 +93,13 @@ def test_convolution_along_paths_and_all_gradients(width):
     token_rows, before_rows = rows.detach().split([12, before])
     actual = short_convolution(token_rows, before_rows, weight.detach(), layout)
     padded = torch.cat([rows, rows.new_zeros(1, C)])
-    expected = torch.cat(
-        [
-            short_convolution_by_token(rows[list(tokens)], weight, padded[paths[name]])[0]
-            for name, tokens in runs.items()
-        ]
-    )
+    parts = (short_convolution_by_token(rows[list(runs[name])], weight, padded[paths[name]])[0] for name in names)
+    expected = torch.cat(list(parts))
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-14)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, [rows, weight], grad)
     *of_rows, of_weight, _ = short_convolution_gradients(grad, token_rows, before_rows, weight.detach(), layout)
-    gradients = (torch.cat(of_rows), of_weight)
-    for gradient, other in zip(gradients, wanted, strict=True):
+    for gradient, other in zip((torch.cat(of_rows), of_weight), wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-13)
         assert other.abs().min() > 0
 

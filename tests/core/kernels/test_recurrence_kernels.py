@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from dta_kernels.recurrence import library, reference
+from dta_kernels.recurrence import library, library_settings, reference
 from dta_kernels.recurrence.contract import Recurrence
 from dta_kernels.recurrence.decode_kernels import convolution_step, recurrence_step
 from dta_kernels.recurrence.gated_delta_rule import gated_delta_rule
@@ -28,15 +30,12 @@ from triton_device import interpreter
 def _poisoned(monkeypatch):
     """Memory that a kernel must fill starts as NaN."""
 
-    def poisoned(make: Callable) -> Callable:
-        def poison(*arguments: object, **options: object) -> torch.Tensor:
-            tensor = make(*arguments, **options)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        return poison
+    def poisoned(make: Callable, *arguments: object, **options: object) -> torch.Tensor:
+        tensor = make(*arguments, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+        monkeypatch.setattr(torch, name, partial(poisoned, getattr(torch, name)))
 
 
 @interpreter
@@ -140,6 +139,16 @@ def test_missing_and_old_libraries_are_refused_in_one_line(monkeypatch):
     assert choose("reference", torch.bfloat16, cuda) is not library.gated_delta_rule
     with pytest.raises(InputError, match="recurrence_impl fla needs a CUDA GPU and --bf16; use auto"):
         choose("fla", torch.float32, cuda)
+
+
+def test_small_values_are_not_tuned_with_settings_that_are_compiled_wrongly_for_hopper(monkeypatch):
+    two, four = (SimpleNamespace(num_warps=warps, num_stages=3, kwargs={}) for warps in (2, 4))
+    tuner, name = SimpleNamespace(), "chunk_bwd_kernel_dv_local"
+    monkeypatch.setattr(library_settings, "tuners", lambda: {name: tuner})
+    monkeypatch.setattr(library_settings, "_all_candidates", lambda: {name: [two, four]})
+    for sizes, major, left in (((64, 32), 9, [two]), ((64, 64), 9, [two, four]), ((64, 32), 10, [two, four])):
+        library_settings.fix_settings.__wrapped__(sizes, (major, 0))
+        assert tuner.configs == left
 
 
 @interpreter
