@@ -73,7 +73,7 @@ class SuffixDrafting(Drafting):
         self._clock = DraftingClock() if follows_clock else None
         self._is_shared = self._evaluates = False
         self._slots: dict[Request, int] = {}
-        self._paths: dict[Request, _Path] = {}  # running and held requests
+        self._paths: dict[Request, _Path | None] = {}  # running and held requests; None until it is needed
         self._proposal: Proposal | None = None
         self._last: Round | None = None
         self._rows: list[PlainEnd] = []  # of the last round, once drafts were asked for
@@ -82,7 +82,7 @@ class SuffixDrafting(Drafting):
         self._asked, self._sampled = False, None
         self._schedule = PlainSchedule()
         self._inserted = 0, 0.0  # tokens and seconds in this round
-        self._last_prompt: tuple[np.ndarray | None, str] = None, ""
+        self._digests: dict[int, tuple[str, np.ndarray]] = {}  # of prompts, by the identity of their arrays
         # Complete samples that have not been shared with the other replicas yet.
         self._unshared: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._unshared_lengths: list[tuple[str, int]] = []
@@ -108,8 +108,13 @@ class SuffixDrafting(Drafting):
             self._share()
 
     def submitted(self, request: Request) -> None:
+        self._paths[request] = None if request.parent is None else self._path(request)
+
+    def _path(self, request: Request) -> _Path:
+        if (path := self._paths.get(request)) is not None:
+            return path
         generation, parent = request.generation, request.parent
-        above = None if parent is None else self._paths.get(parent)
+        above = self._path(parent) if parent in self._paths else None
         if above is not None and request.common_with_parent >= parent.num_tokens:
             above.is_continued = True
         length = generation.prompt_length
@@ -118,16 +123,18 @@ class SuffixDrafting(Drafting):
         else:
             is_branch = length is not None and length < len(generation.token_ids)
             problem = self._problem(generation.token_ids, length)
-        seconds = None if above is None else above.seconds
-        self._paths[request] = _Path(seconds, problem, is_branch, generation.sampled_before, above)
+        path = self._paths[request] = _Path(
+            above and above.seconds, problem, is_branch, generation.sampled_before, above
+        )
+        return path
 
     def _problem(self, token_ids: np.ndarray, length: int | None) -> str:
         """Digest of the prompt; the samples of a group have the same array."""
         if length is not None and length < len(token_ids):
             return _digest(token_ids[:length])
-        if self._last_prompt[0] is not token_ids:
-            self._last_prompt = token_ids, _digest(token_ids)
-        return self._last_prompt[1]
+        if id(token_ids) not in self._digests:
+            self._digests[id(token_ids)] = _digest(token_ids), token_ids
+        return self._digests[id(token_ids)][0]
 
     @property
     def asks_next(self) -> bool:
@@ -155,8 +162,8 @@ class SuffixDrafting(Drafting):
             proposal, self._proposal = self._proposal, None
         self._asked = proposal is not None
         is_counted = self._asked or not self._schedule.is_plain
-        self._rows = [self._paths[request] for request in done.rows] if is_counted else []
-        counts = np.array([len(tokens) for tokens in done.appended], np.int64)
+        self._rows = [self._path(request) for request in done.rows] if is_counted else []
+        counts = np.fromiter(map(len, done.appended), np.int64)
         if done.drafted is not None:
             proposal.lengths[:] = done.drafted
             # The last token of each row was sampled, not drafted, even if a longer draft contained it.
@@ -201,8 +208,7 @@ class SuffixDrafting(Drafting):
     def _insert_seconds(self) -> float:
         """About how long it takes to insert what the running requests need."""
         running = [request for request in self._paths if request.is_running and request not in self._slots]
-        problems = {self._paths[request].problem for request in running}
-        tokens = sum(map(self._phase.drafter.missing_tokens, problems))
+        tokens = sum(map(self._phase.drafter.missing_tokens, {self._path(request).problem for request in running}))
         return _INSERT_SECONDS * (tokens + sum(len(request.response) for request in running))
 
     def _drop_trees(self) -> None:
@@ -211,7 +217,7 @@ class SuffixDrafting(Drafting):
         self._phase.drop_trees()
 
     def finished(self, request: Request) -> None:
-        path, response, slot = self._paths[request], request.response, self._slots.pop(request, None)
+        path, response, slot = self._path(request), request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
         self._schedule.ended.append(path)
         # The trees need only the end of a branch's context.
@@ -236,9 +242,10 @@ class SuffixDrafting(Drafting):
         path.length = None
 
     def _end_paths(self) -> None:
-        for path in list(self._paths.values()):
+        for path in filter(None, self._paths.values()):
             self._end_path(path)
         self._phase = self.speculator
+        self._digests.clear()
 
     def abandoned(self) -> None:
         self._drop_trees()
@@ -246,8 +253,7 @@ class SuffixDrafting(Drafting):
         self._proposal = self._sampled = None
 
     def released(self, request: Request) -> None:
-        path = self._paths.pop(request, None)
-        if path is not None:
+        if (path := self._paths.pop(request, None)) is not None:
             self._end_path(path)
 
     def weights_changed(self, policy_version: int) -> None:
@@ -298,7 +304,7 @@ class SuffixDrafting(Drafting):
         began, count = time.perf_counter(), 0
         for i, request in enumerate(rows):
             if request not in self._slots:
-                path, context = self._paths[request], request.tokens[: request.context_length]
+                path, context = self._path(request), request.tokens[: request.context_length]
                 known = request.response[: len(request.response) - (new[i] if new else 0)]
                 count += self._phase.drafter.missing_tokens(path.problem) + len(known) + 1
                 self._slots[request] = self._phase.open(path.problem, context, path.is_branch, path.before, known)

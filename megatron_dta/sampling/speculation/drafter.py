@@ -46,7 +46,7 @@ class DrafterParams:
     scope: str = "both"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Sample:
     """A complete sample; ``text``: its number in the forest, 0 while it is in no tree."""
 
@@ -138,9 +138,9 @@ class Drafter:
         self._problems[problem].running -= 1
         self._keep(_Sample(problem, self._forest.tokens(sample), step, sample))
 
-    def end_step(self, step: int) -> int:
-        """Evict samples by age and token budget after policy step ``step``. Returns the number of evicted samples."""
-        evicted, oldest = 0, step - self.params.window
+    def end_step(self, step: int) -> None:
+        """Evict samples by age and token budget after policy step ``step``."""
+        oldest = step - self.params.window
         while self._complete and (self._complete[0].step <= oldest or self.stored_tokens > self.params.max_tokens):
             sample = self._complete.popleft()
             entry = self._problems[sample.problem]
@@ -150,10 +150,7 @@ class Drafter:
             else:
                 entry.missing.popleft()
             self.stored_tokens -= len(sample.tokens)
-            if not entry.samples:
-                self._drop_if_empty(sample.problem)
-            evicted += 1
-        return evicted
+            self._drop_if_empty(sample.problem)
 
     @property
     def num_bytes(self) -> int:

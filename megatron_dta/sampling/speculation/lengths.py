@@ -13,6 +13,7 @@ forward. The inverse of the probability is the number of samples that share the 
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum
 
 import numpy as np
@@ -44,7 +45,7 @@ class LengthHistory:
     """
 
     def __init__(self) -> None:
-        self._bounds: tuple[int, int] | None = None  # minimum lengths of medium and long samples
+        self._known_bounds: tuple[int, int] | None = None
         self._lengths = np.zeros(0, np.int64)
         self._first = np.zeros(0, np.int64)  # the first class of each sample
         self._problems: dict[str, list[int]] = {}
@@ -56,22 +57,19 @@ class LengthHistory:
     def expected(self, problem: str) -> tuple[LengthClass, np.ndarray]:
         """``first_class`` and ``candidates`` of a problem."""
         if problem not in self._expected:
-            self._expected[problem] = self.first_class(problem), self.candidates(problem)
+            known = np.array(self._problems.get(problem, []), np.float64)
+            self._expected[problem] = self.first_class(problem), candidate_lengths(known, self._lengths)
         return self._expected[problem]
 
     def first_class(self, problem: str) -> LengthClass:
         """The most frequent class of the problem's past samples; the longer class wins a tie."""
-        lengths = self._problems.get(problem)
-        if self._bounds is None or not lengths:
-            return LengthClass.MEDIUM
         if problem not in self._first_classes:
+            lengths = self._problems.get(problem)
+            if self._bounds is None or not lengths:
+                return LengthClass.MEDIUM
             counts = np.bincount(self._classes(np.array(lengths)), minlength=3)
             self._first_classes[problem] = LengthClass(2 - int(counts[::-1].argmax()))
         return self._first_classes[problem]
-
-    def candidates(self, problem: str) -> np.ndarray:
-        """Equally likely lengths of a sample of the problem; see ``candidate_lengths``."""
-        return candidate_lengths(np.array(self._problems.get(problem, []), np.float64), self._lengths)
 
     def classes(self, first: np.ndarray, so_far: np.ndarray) -> np.ndarray:
         """Classes of running samples by their first class and current length, int64 [n]."""
@@ -84,7 +82,8 @@ class LengthHistory:
             alike = self._lengths[self._first == began]
             if not len(alike):
                 continue
-            counts = np.stack([_longer(alike[self._classes(alike) == c], so_far[rows]) for c in range(3)])
+            of_classes = [np.sort(alike[self._classes(alike) == c]) for c in range(3)]
+            counts = np.stack([len(part) - np.searchsorted(part, so_far[rows]) for part in of_classes])
             predicted = 2 - counts[::-1].argmax(0)
             result[rows] = np.where(counts.any(0), predicted, result[rows])
         return np.maximum(result, reached)
@@ -93,17 +92,24 @@ class LengthHistory:
         self._new.append((problem, int(first), int(length)))
 
     def end_step(self) -> None:
-        for problem, _, length in sorted(self._new):
-            self._problems.setdefault(problem, []).append(length)
-            del self._problems[problem][:-_MAX_SAMPLES_OF_PROBLEM]
-        new = np.array([(first, length) for _, first, length in sorted(self._new)], np.int64).reshape(-1, 2)
-        self._first = np.concatenate([self._first, new[:, 0]])[-_MAX_SAMPLES:]
-        self._lengths = np.concatenate([self._lengths, new[:, 1]])[-_MAX_SAMPLES:]
+        problems, first, lengths = zip(*sorted(self._new), strict=True) if self._new else ((), (), ())
+        begin = 0
+        for problem, count in Counter(problems).items():  # in their order
+            known = self._problems.get(problem, []) + list(lengths[begin : (begin := begin + count)])
+            self._problems[problem] = known[-_MAX_SAMPLES_OF_PROBLEM:]
+        self._first = np.concatenate([self._first, np.array(first, np.int64)])[-_MAX_SAMPLES:]
+        self._lengths = np.concatenate([self._lengths, np.array(lengths, np.int64)])[-_MAX_SAMPLES:]
         self._new.clear()
         self._expected.clear()
         self._first_classes.clear()
-        if len(self._lengths) >= 6:
-            self._bounds = class_bounds(self._lengths)
+        self._known_bounds = None
+
+    @property
+    def _bounds(self) -> tuple[int, int] | None:
+        """Minimum lengths of medium and long samples."""
+        if self._known_bounds is None and len(self._lengths) >= 6:
+            self._known_bounds = class_bounds(self._lengths)
+        return self._known_bounds
 
     def state_dict(self) -> dict[str, np.ndarray]:
         names = sorted(self._problems)
@@ -121,7 +127,6 @@ class LengthHistory:
         parts = np.split(np.asarray(state["problem_lengths"], np.int64), ends[:-1]) if len(ends) else []
         self._problems = {str(n): part.tolist() for n, part in zip(state["problems"], parts, strict=True)}
         self._new.clear()
-        self._bounds = None
         self.end_step()
 
     def _classes(self, lengths: np.ndarray) -> np.ndarray:
@@ -139,11 +144,6 @@ def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
     above = [begin for begin in (np.ceil(high), np.floor(high) + 1) if begin <= lengths.max()]
     long = min(above, key=lambda begin: abs(np.mean(lengths >= begin) - 1 / 3))
     return int(min(medium, long)), int(long)
-
-
-def _longer(lengths: np.ndarray, than: np.ndarray) -> np.ndarray:
-    """Number of ``lengths`` that are at least each value of ``than``."""
-    return len(lengths) - np.searchsorted(np.sort(lengths), than, side="left")
 
 
 def candidate_lengths(problem_lengths: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -64,17 +64,17 @@ class SpeculationReport:
     @property
     def tokens_per_forward(self) -> float:
         """Generated tokens for each step of a sequence; 1 without speculation."""
-        return _ratio(np.sum(self.lengths), np.sum(self.steps))
+        return _ratio(sum(self.lengths), sum(self.steps))
 
     def figures(self) -> dict[str, object]:
         """All figures for JSON, without the per-forward lists."""
-        drafted, accepted = int(np.sum(self.drafted)), int(np.sum(self.accepted))
+        drafted, accepted = sum(self.drafted), sum(self.accepted)
         # The longest samples determine when a rollout is done.
         lengths, steps = np.asarray(self.lengths, np.int64), np.asarray(self.steps, np.int64)
         longest = np.argsort(lengths, kind="stable")[-4:]
         return {
             "samples": len(self.lengths),
-            "generated_tokens": int(np.sum(self.lengths)),
+            "generated_tokens": sum(self.lengths),
             "forwards": len(self.live),
             "makespan_seconds": self.makespan,
             "tokens_per_forward": self.tokens_per_forward,

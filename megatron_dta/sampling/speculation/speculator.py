@@ -126,7 +126,10 @@ class Speculator:
             generated: tokens that the sample already has, int32.
         """
         if not self._free:
-            self._grow()
+            more = max(64, size := len(self._samples))
+            self._samples = np.concatenate([self._samples, np.zeros(more, _SAMPLE)])
+            self._problems += [""] * more
+            self._free = list(range(size + more - 1, size - 1, -1))
         slot = self._free.pop()
         text = self.drafter.open(problem, prompt, is_branch)
         (first, candidates), width = self.history.expected(problem), self.drafter.params.draft.width
@@ -276,12 +279,6 @@ class Speculator:
             part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
         self._step = int(state["step"])
         self._samples, self._free, self._problems = self._samples[:0], [], []
-
-    def _grow(self) -> None:
-        more = max(64, size := len(self._samples))
-        self._samples = np.concatenate([self._samples, np.zeros(more, _SAMPLE)])
-        self._problems += [""] * more
-        self._free = list(range(size + more - 1, size - 1, -1))
 
     def _lengths(self, drafts: Drafts, prepared: _Prepared) -> np.ndarray:
         """Lengths by the token gate if the whole pass pays, else 0."""
