@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.model.attention.kv_pool import latent_size
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.extras.servers.engine import HttpEngine
 from megatron_dta.extras.servers.http_client import HttpClient, HttpSettings, checked_urls
@@ -62,8 +61,6 @@ def build_engine(
     reason = why_not_captured(model, attention_impl) if config.rollout_cuda_graphs is not False else None
     if reason is not None and config.rollout_cuda_graphs:
         raise InputError(f"rollout_cuda_graphs {reason}; leave it out")
-    if config.rollout_cuda_graphs is None and reason is None and latent_size(model.config):
-        reason = "captures latent attention only with rollout_cuda_graphs, as this has not run on a GPU yet"
     if reason is not None and report is not None and next(model.parameters()).is_cuda:
         report(f"decoding without CUDA graphs: it {reason}")
     settings = EngineSettings(

@@ -2,7 +2,7 @@
 
 The tuner compiles all candidates of every kernel at the first step, which takes minutes, and picks by time, so another
 run may add in another order. The settings here are used on Hopper GPUs for the heads in
-``HOPPER``, those of the published models with gated delta net; elsewhere, as for Mamba-2, the tuner decides.
+``HOPPER``, those of the published models with gated delta net and of Nemotron 3; elsewhere the tuner decides.
 ``benchmarks/layers/recurrence.py --tune`` shows what it picks; enter that here.
 """
 
@@ -37,8 +37,13 @@ _DELTA = {
     "prepare_wy_repr_bwd_kernel": LaunchSettings(4, 3, {}),
     "chunk_local_cumsum_scalar_kernel": LaunchSettings(4, 3, {}),
 }
+# Where an H100 picked others for Mamba-2 with 8 groups and 64 heads.
+_MAMBA = _DELTA | {
+    "chunk_bwd_kernel_dv_local": LaunchSettings(4, 2, {}),
+    "chunk_local_cumsum_scalar_kernel": LaunchSettings(1, 3, {}),
+}
 # By the channels of keys and of values.
-HOPPER: dict[tuple[int, int], dict[str, LaunchSettings]] = {(128, 128): _DELTA}
+HOPPER: dict[tuple[int, int], dict[str, LaunchSettings]] = {(128, 128): _DELTA, (128, 64): _MAMBA}
 # The assembler of Triton 3.6 and 3.7.1 (ptxas 12.8) compiles this kernel wrongly for Hopper with four warps and so few
 # channels of values: it takes the address of a product's operand in shared memory from a register that nothing has
 # written. Gradients are then wrong, or the access is illegal. With two warps the code is right.

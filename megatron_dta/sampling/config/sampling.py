@@ -175,7 +175,7 @@ class SamplingConfig:
     )
     rollout_cuda_graphs: bool | None = option(
         None,
-        "Decode in CUDA graphs, which does not change the samples (default: where it is possible, but for latents).",
+        "Decode in CUDA graphs, which does not change the samples (default: where it is possible).",
         flag=NO_FLAG,
     )
     n_samples_per_eval_prompt: int = option(
