@@ -5,7 +5,7 @@ In 16 bits on a GPU a library's product adds along K in one order as long as it 
 core instructions of 16 and of 64 rows. So the library's products of many rows stay, after a test of every shape at its
 first use (``_library_agrees``). Few rows, which the library is slow with if it must not divide K, other shapes and
 float32 are multiplied by ``product_kernel``. On a CPU the rows are multiplied in blocks of one size, the last one
-padded.
+padded. Rows are padded as well: libraries add rows that begin within a cache line in another order.
 
 The switch is one for the process, because that of split-K is.
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CPU_ROWS, _SUMMED = 32, 1024
+_CPU_ROWS, _CPU_INPUTS, _SUMMED = 32, 32, 1024
 _FEW_ROWS = 128
 # Numbers of rows for which the library must agree with the kernel.
 _TRIED_ROWS = (129, 160, 192, 200, 256, 320, 384, 512, 777, 1024, 1500, 2048)
@@ -60,7 +60,11 @@ def product(x: Tensor, weight_NK: Tensor, dtype: torch.dtype | None = None) -> T
     rows_nK = x.reshape(-1, x.shape[-1])
     if not x.is_cuda:
         out_nN = _in_blocks(rows_nK, weight_NK, dtype)
-    elif x.element_size() == 2 and len(rows_nK) > _FEW_ROWS and _agrees(weight_NK, x.dtype, dtype):
+    elif (
+        x.element_size() == 2
+        and len(rows_nK) > _FEW_ROWS
+        and _library_agrees(*weight_NK.shape, x.dtype, dtype, x.device)
+    ):
         out_nN = _library(rows_nK, weight_NK, dtype)
     else:
         from dta_kernels.invariant.product_kernel import multiply
@@ -97,13 +101,14 @@ def _library(x: Tensor, weight_NK: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _in_blocks(rows_nK: Tensor, weight_NK: Tensor, dtype: torch.dtype | None) -> Tensor:
-    n = len(rows_nK)
-    blocks = F.pad(rows_nK, (0, 0, 0, -n % _CPU_ROWS)).split(_CPU_ROWS)
-    return torch.cat([_library(block, weight_NK, dtype) for block in blocks])[:n] if n else rows_nK @ weight_NK.t()
-
-
-def _agrees(weight_NK: Tensor, dtype: torch.dtype, out_dtype: torch.dtype | None) -> bool:
-    return not _may_split and _library_agrees(*weight_NK.shape, dtype, out_dtype, weight_NK.device)
+    n, missing = len(rows_nK), -rows_nK.shape[1] % _CPU_INPUTS
+    weight_NK = F.pad(weight_NK, (0, missing)) if missing else weight_NK
+    blocks = F.pad(rows_nK, (0, missing, 0, -n % _CPU_ROWS)).split(_CPU_ROWS)
+    return (
+        torch.cat([_library(block, weight_NK, dtype) for block in blocks])[:n]
+        if n
+        else rows_nK.new_empty(0, len(weight_NK), dtype=dtype)
+    )
 
 
 @lru_cache
@@ -115,4 +120,4 @@ def _library_agrees(N: int, K: int, dtype: torch.dtype, out_dtype: torch.dtype |
     generator = torch.Generator(device).manual_seed(N + K)
     rows_nK, weight_NK = (torch.randn(size, K, generator=generator, device=device).to(dtype) for size in (tried[-1], N))
     all_nN = multiply(rows_nK, weight_NK, out_dtype)
-    return all(torch.equal(_library(rows_nK[:n], weight_NK, out_dtype), all_nN[:n]) for n in tried)
+    return not _may_split and all(torch.equal(_library(rows_nK[:n], weight_NK, out_dtype), all_nN[:n]) for n in tried)
