@@ -92,7 +92,6 @@ class StageRun:
         self.paths = step.paths
         self.lengths = step.segments.lengths.tolist()
         self.last_backward = {op.chunk: op.segment for op in self.program.ops if op.kind is OpKind.BACKWARD}
-        self.transport = self._transport() if mesh.pipeline_size > 1 else None
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.tokens = self.peak_tokens = self.recomputed_tokens = 0
 
@@ -106,7 +105,11 @@ class StageRun:
 
         return TeacherPass(batch.teachers, self.plan, dtype, self.model.device, self.model.context_group)
 
-    def _transport(self) -> StageTransport:
+    @cached_property
+    def transport(self) -> StageTransport | None:
+        """Made when the pass begins: it posts receives, and other passes may run after ``prepare``."""
+        if self.model.mesh.pipeline_size == 1:
+            return None
         from megatron_dta.core.engine.stage_transport import StageTransport
         from megatron_dta.core.model.parallel.stage_channels import stage_channels
 
@@ -171,12 +174,13 @@ class StageRun:
 
     def walk(self) -> None:
         """Run all ops; an overlapped reduction of gradients happens in the last backward of each model chunk."""
+        transport = self.transport
         for number in range(len(self.program.ops)):
             self._run(number)
         for pool in self.pools:
             pool.close()
-        if self.transport is not None:
-            self.transport.finish()
+        if transport is not None:
+            transport.finish()
 
     def _run(self, number: int) -> None:
         op, rows_per_rank = self.program.ops[number], None
