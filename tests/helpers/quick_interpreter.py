@@ -55,7 +55,7 @@ def make_quick() -> None:
     mangle_type(0)  # imports a module when it is called first
     if not was_tried() or interpreter._patch_lang.__name__ == "patch_once":
         return
-    # NumPy adds products in an order that depends on where rows begin, a GPU does not: rounded once, none is seen.
+    # NumPy's order of additions depends on where rows begin in memory; a sum in float64, rounded once, hides it.
     interpreter.InterpreterBuilder.create_dot = _dot
     _patch_once()
     _find_dtypes_once()

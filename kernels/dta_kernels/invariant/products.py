@@ -102,13 +102,11 @@ def _library(x: Tensor, weight_NK: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _in_blocks(rows_nK: Tensor, weight_NK: Tensor, dtype: torch.dtype | None) -> Tensor:
     n, missing = len(rows_nK), -rows_nK.shape[1] % _CPU_INPUTS
+    if n == 0:
+        return _library(rows_nK, weight_NK, dtype)
     weight_NK = F.pad(weight_NK, (0, missing)) if missing else weight_NK
     blocks = F.pad(rows_nK, (0, missing, 0, -n % _CPU_ROWS)).split(_CPU_ROWS)
-    return (
-        torch.cat([_library(block, weight_NK, dtype) for block in blocks])[:n]
-        if n
-        else rows_nK.new_empty(0, len(weight_NK), dtype=dtype)
-    )
+    return torch.cat([_library(block, weight_NK, dtype) for block in blocks])[:n]
 
 
 @lru_cache

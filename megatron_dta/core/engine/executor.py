@@ -161,8 +161,9 @@ class TreeEngine(RankModel):
 
     def prepare_ahead(self, batch: TreeBatch, objective: Objective) -> None:
         """Upload what ``forward_backward`` of the same arguments will begin with, while the device computes a step."""
-        self._next_run = StageRun(self, batch, objective)
-        self._next_run.prepare()
+        if getattr(objective, "pair_function", None) is None:  # which changes the batch
+            self._next_run = StageRun(self, batch, objective)
+            self._next_run.prepare()
 
     def forward_backward(
         self,

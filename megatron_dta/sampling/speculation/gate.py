@@ -11,6 +11,9 @@ If the forward's cost is flat up to a knee, the tokens below the knee are free a
 the live batch or, better, the inverse of the probability that the sample is the last to end (``lengths.py``), since
 only the last sample's forwards delay the end of the batch.
 
+Example: c_base = 8 ms, c_tok = 0.03 ms. With S = 100 samples the threshold is 0.03 / (0.03 + 0.08) = 0.27. A sample
+that is certain to end last (S = 1) drafts every token with a probability of at least 0.03 / 8.03 = 0.0037.
+
 **Passes** (``SpeculationGate``). A pass with drafts is a round of its own: the host makes the drafts, waits for the
 sampled tokens and inserts them before it can draft again. Passes without drafts run back to back on the device, in
 bursts. Each kind therefore has its cost.

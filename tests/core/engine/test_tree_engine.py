@@ -154,7 +154,8 @@ def test_tables_that_are_made_ahead_change_nothing(references, monkeypatch):
     model, tree = model_config(torch.float32, **QWEN3), tree_config("dta", 6, tree_attention_impl="triton")
     case, run_op = (model, weights_of(model, seed=5), references["qwen3"][2], GRPO, tree), StageRun._run
     expected, _ = run_tree(*case)
-    monkeypatch.setattr(StageRun, "_run", lambda run, number: (run._tables(number, 5), run_op(run, number)))
+    ahead = lambda run, n: (setattr(run, "made_ahead", run._tables(n, 5)), run_op(run, n))  # noqa: E731
+    monkeypatch.setattr(StageRun, "_run", ahead)
     assert compare_outcomes(run_tree(*case)[0], expected).largest() == 0
 
 
