@@ -22,7 +22,7 @@ class _Worker:
     """A thread that makes one call after another, until this object is dropped."""
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[tuple[Callable[[], object], queue.SimpleQueue] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Callable[[], object], queue.Queue] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=_work, args=(self.calls,), name="within a time limit", daemon=True)
         self.thread.start()
 
@@ -52,7 +52,7 @@ def within_limit(call: Callable[[], Result], what: str) -> Result:
     worker = getattr(_LOCAL, "worker", None)
     if worker is None or not worker.thread.is_alive():  # threads do not survive a fork
         worker = _LOCAL.worker = _Worker()
-    outcomes: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+    outcomes: queue.Queue[tuple[Result, None] | tuple[None, BaseException]] = queue.Queue()
     worker.calls.put((call, outcomes))
     try:
         result, error = outcomes.get(timeout=SECONDS)

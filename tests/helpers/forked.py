@@ -171,18 +171,23 @@ def run_python(
     return Program(arguments, cwd, env, largest_file).wait(timeout)
 
 
-def run_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSITORY) -> list[CompletedProcess[str]]:
-    """Run a program in as many processes, with the environment that torchrun gives to each."""
+def rank_variables(count: int) -> list[dict[str, str]]:
+    """What torchrun adds to the environment of each of ``count`` processes."""
     with socket.socket() as port_socket:
         port_socket.bind(("127.0.0.1", 0))
-        port = port_socket.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    started = [
-        Program(arguments, cwd, common | rank_variables | {"LOCAL_WORLD_SIZE": str(count)})
-        for rank_variables in numbers
-    ]
-    return [program.wait() for program in started]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_socket.getsockname()[1])}
+    common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def start_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSITORY) -> list[Program]:
+    """Start a program in as many processes, with the environment that torchrun gives to each."""
+    return [Program(arguments, cwd, os.environ | variables) for variables in rank_variables(count)]
+
+
+def run_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSITORY) -> list[CompletedProcess[str]]:
+    """Run ``start_ranks`` to their end."""
+    return [program.wait() for program in start_ranks(arguments, count, cwd)]
 
 
 def _run(command: list[str], settings: Place) -> None:

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from forked import rank_variables
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from resume_worker import train_in_child
 from rollout_runs import Runs
@@ -50,14 +50,8 @@ class Run:
     """The processes of one start of the command, forked off this one."""
 
     def __init__(self, argv: list[str], processes: int, log: Path) -> None:
-        with socket.socket() as port_socket:
-            port_socket.bind(("127.0.0.1", 0))
-            port = port_socket.getsockname()[1]
-        mesh = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        self.children = [
-            _fork(argv, mesh | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}, log)
-            for rank in range(processes)
-        ]
+        variables = rank_variables(processes) if processes > 1 else [{}]
+        self.children = [_fork(argv, added, log) for added in variables]
         self.statuses: dict[int, int] = {}
 
     def ended(self) -> bool:

@@ -1,6 +1,7 @@
 """Rules of the code base that a program can check: layers, file and function lengths, docstrings, formatting."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -131,6 +132,14 @@ def test_only_the_compatibility_module_patches_megatron_and_torch():
                     root = root.value
                 patched = isinstance(target, ast.Attribute) and isinstance(root, ast.Name)
                 assert not (patched and root.id in ("torch", "megatron", "parallel_state", "tensor_parallel")), path
+
+
+def test_no_wait_on_a_simple_queue_has_a_limit():
+    """Before Python 3.13 it never ends if a signal comes and its handler takes as long as is left of it."""
+    for path in PYTHON_FILES:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"(\w+)(?:: [^=]*)? = (?:queue\.)?SimpleQueue\(", text):
+            assert re.search(rf"\b{name}\.get\(.*timeout", text) is None, f"{path}: take queue.Queue for {name}"
 
 
 def test_torch_distributed_stays_out_of_the_pure_packages():

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from conftest import seed_all
-from forked import Program, run_python, run_ranks
+from forked import run_python, run_ranks, start_ranks
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 
@@ -121,17 +120,7 @@ def test_a_teacher_with_a_mesh_of_its_own(
 @contextmanager
 def served_teacher(flags: list[str]) -> Iterator[str]:
     """Two ranks of ``megatron-dta teacher``; yields its address."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        Program(
-            ["-m", "megatron_dta", "teacher", *flags, "--port", "0"],
-            env=common | {"RANK": str(i), "LOCAL_RANK": str(i)},
-        )
-        for i in range(2)
-    ]
+    ranks = start_ranks(["-m", "megatron_dta", "teacher", *flags, "--port", "0"], 2)
     ranks[0].wait_until(lambda: "teacher: http" in ranks[0].stdout())
     try:
         yield ranks[0].stdout().split("teacher: ")[1].split(",")[0]

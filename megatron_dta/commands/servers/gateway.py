@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -31,6 +29,7 @@ from megatron_dta.core.common.errors import InputError, raise_all
 from megatron_dta.training.config.checks.all import check_engine
 from megatron_dta.training.config.checks.rollouts import SERVERS
 from megatron_dta.training.megatron_args import ENGINE, MESH, ToolFlags, passed_over
+from megatron_dta.training.monitor.stop_signals import kept_signals
 
 if TYPE_CHECKING:
     from megatron_dta.extras.agents.gateway.session_log import SessionLog
@@ -117,9 +116,7 @@ def _serve(config: TrainConfig, arguments: object) -> None:
     params = sampling_params(tokenizer, sampling, config.optimization.seed)
     loop = EngineLoop(engine)
     gateway = Gateway(loop, tokenizer, template, params, gateway_settings(config, arguments.max_sessions))
-    ends = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ends.set())
+    signals = kept_signals()
     server = _server(config, gateway, log, key)
     for name, text in tokenizer_lines(tokenizer, config.model.vocab_size):
         print(f"{name:10}{text}" if name else text)
@@ -130,7 +127,7 @@ def _serve(config: TrainConfig, arguments: object) -> None:
     print(f"gateway: {server.url} ({where}), sessions to {arguments.output}", flush=True)
     try:
         with phase(engine, params, 0):
-            loop.run(ends.is_set)
+            loop.run(lambda: bool(signals))
     finally:
         server.close()
         log.close()

@@ -15,8 +15,6 @@ import hmac
 import math
 import os
 import queue
-import signal
-import threading
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.training.config.checks.all import check_engine
 from megatron_dta.training.megatron_args import MESH, ToolFlags, passed_over
+from megatron_dta.training.monitor.stop_signals import kept_signals
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,15 +92,13 @@ def _serve(config: TrainConfig, options: Any) -> None:
     model.requires_grad_(False).eval()
     engine = TreeEngine(model, 1.0, config.tree.logprob_chunk_tokens, config.tree.tree_attention_impl)
     head = _whole_head(engine)
-    jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-    ends, server = threading.Event(), None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ends.set())
+    jobs: queue.Queue[_Job] = queue.Queue()
+    signals, server = kept_signals(), None
     if mesh.rank == 0:
         server = _server(config, engine, head, jobs, options)
         print(f"teacher: {server.url}, {(os.environ.get(KEY) and 'with a key') or 'without a key'}", flush=True)
     try:
-        while _work(engine, config, jobs, ends):
+        while _work(engine, config, jobs, signals):
             pass
     finally:
         if server is not None:
@@ -109,7 +106,7 @@ def _serve(config: TrainConfig, options: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _work(engine: TreeEngine, config: TrainConfig, jobs: queue.SimpleQueue[_Job], ends: threading.Event) -> bool:
+def _work(engine: TreeEngine, config: TrainConfig, jobs: queue.Queue[_Job], signals: list[int]) -> bool:
     """Do the next job on all ranks; False when the server ends."""
     mesh, job, request = engine.mesh, None, None
     if mesh.rank == 0:
@@ -117,7 +114,7 @@ def _work(engine: TreeEngine, config: TrainConfig, jobs: queue.SimpleQueue[_Job]
             job = jobs.get(timeout=_IDLE_S)
             request = (job.kind, job.arrays, job.temperature)
         except queue.Empty:
-            request = "end" if ends.is_set() else None
+            request = "end" if signals else None
     request = mesh.from_first(request)
     if request is None or request == "end":
         return request is None
@@ -170,11 +167,7 @@ def _whole_head(engine: TreeEngine) -> tuple[np.ndarray, str, bool]:
 
 
 def _server(
-    config: TrainConfig,
-    engine: TreeEngine,
-    head: tuple[np.ndarray, str, bool],
-    jobs: queue.SimpleQueue[_Job],
-    options: Any,
+    config: TrainConfig, engine: TreeEngine, head: tuple[np.ndarray, str, bool], jobs: queue.Queue[_Job], options: Any
 ) -> Any:
     """Listen; the routes check requests, and the ranks compute one at a time."""
     import asyncio

@@ -81,7 +81,7 @@ class HttpEngine(RolloutEngine):
         # The affinities of requests that are held, and of those that are to be.
         self._held: dict[int, bytes] = {}
         self._to_hold: dict[int, bytes] = {}
-        self._finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._finished: queue.Queue[int] = queue.Queue()
         self._counts = dict.fromkeys((*ENGINE_COUNTS, "weight_updates", "rejected_tokens"), 0.0)
         self._update_seconds = 0.0
         self._client.start(self._weights.keep_visiting())
@@ -319,5 +319,5 @@ class HttpEngine(RolloutEngine):
         self._responses.clear()
         for future in running.values():
             future.cancel()
-        self._finished = queue.SimpleQueue()
+        self._finished = queue.Queue()
         self._to_hold.clear()

@@ -20,6 +20,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED = 128 + signal.SIGINT
 
 
+def kept_signals() -> list[int]:
+    """The SIGINTs and SIGTERMs that come from now on. Unlike ``Event.set``, their handler may interrupt itself."""
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    return signals
+
+
 class StopSignals:
     """Records the stop signal that this process received.
 

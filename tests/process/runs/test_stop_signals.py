@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from conftest import REPOSITORY
 from forked import Program
-from megatron_dta.training.monitor.stop_signals import STOP_SIGNALS, StopSignals
+from megatron_dta.core.model.parallel.mesh import alone
+from megatron_dta.extras.agents.gateway.engine_loop import _IDLE_S, EngineLoop
+from megatron_dta.training.monitor.stop_signals import STOP_SIGNALS, StopSignals, kept_signals
 from resume_cases import rows_without_timing
 from trainer_cases import MODEL, make_trainer, run
 
@@ -69,6 +72,19 @@ def test_scripts_learn_of_ctrl_c(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("iter_*"))
+
+
+def test_a_server_ends_although_its_handler_outlasts_its_wait() -> None:
+    loop = EngineLoop(None)
+    signal.signal(signal.SIGALRM, lambda *_: (time.sleep(_IDLE_S), os.kill(os.getpid(), signal.SIGTERM)))
+    signal.setitimer(signal.ITIMER_REAL, 0.7 * _IDLE_S)
+    rescue = threading.Timer(20, loop.release, [0])
+    rescue.start()
+    with alone(), StopSignals().watching():
+        signals = kept_signals()
+        loop.run(lambda: bool(signals))
+    assert rescue.is_alive()
+    rescue.cancel()
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_a_reward(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class EngineLoop:
 
     def __init__(self, engine: RolloutEngine, mesh: Callable[[], Mesh] = current_mesh) -> None:
         self._engine, self._mesh = engine, mesh
-        self._queue: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._queue: queue.Queue[tuple[str, object]] = queue.Queue()
         self._futures: dict[int, Future[GenerationResult]] = {}
         self._next_id = 0
         self._held: set[int] = set()
