@@ -8,6 +8,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.planning.partition.divide import trained_parts
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
@@ -15,7 +16,7 @@ from megatron_dta.training.data.mini_batches import cut_mini_batches
 from megatron_dta.training.data.step import split_groups
 from mesh_trainer_cases import OWN, SHARDED, train_on_rank
 from mesh_worker import run_on_ranks
-from partition_cases import WHOLE_COSTS, cost, counts, turns_forest
+from partition_cases import WHOLE_COSTS, cost, counts, random_forest, turns_forest
 from resume_cases import rows_without_timing
 from trainer_cases import VOCABULARY, make_trainer
 
@@ -71,6 +72,19 @@ def test_cuts_separate_least(seed: int) -> None:
             cut_mini_batches(samples, steps, names)
     with pytest.raises(ValueError, match="2 names of groups"):
         cut_mini_batches(samples, 2, names[:2])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_that_share_no_prefix_stay_whole(seed: int) -> None:
+    rng = seed_all(seed)
+    samples = [TrainingSample(*pair) for pair in zip(*random_forest(rng, 50), strict=True) if pair[1].any()]
+    names = [f"{rng.integers(0, 9)}" for _ in samples]
+    trained = trained_parts(samples)
+    for steps in (1, 2, 5):
+        cut = cut_mini_batches(samples, steps, names, WHOLE_COSTS)
+        assert len({(names[i], step) for step, batch in enumerate(cut.samples) for i in batch}) == len(set(names))
+        tokens = [counts(*([part[i] for i in batch] for part in trained))[0] for batch in cut.samples]
+        assert cut.separated_tokens == sum(tokens) - counts(*trained)[0]
 
 
 def families(rng: np.random.Generator, count: int, groups: int, per_group: int) -> list[Rollout]:

@@ -80,9 +80,8 @@ def merge_intervals(owner: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tu
     """The union of each owner's intervals: disjoint (owner, begin, end), sorted by owner and place."""
     if not len(owner):
         return owner, begin, end
-    width = (
-        int(end.max()) + 1
-    )  # Put the owners side by side on one line, so that no interval reaches into the next owner's part.
+    # Put the owners side by side on one line, so that no interval reaches into the next owner's part.
+    width = int(end.max()) + 1
     line_begin, line_end = owner * width + begin, owner * width + end
     order = np.argsort(line_begin, kind="stable")
     line_begin, reach = line_begin[order], np.maximum.accumulate(line_end[order])

@@ -1,6 +1,5 @@
 """Partitions of a forest: against all others on small forests, counted by sets of prefixes, and on real rollouts."""
 
-import itertools
 import time
 from collections import Counter
 
@@ -70,41 +69,27 @@ def test_figures_of_random_forests(seed: int) -> None:
     rng = seed_all(seed)
     if seed % 2:
         sequences, masks = random_forest(rng, int(rng.integers(1, 60)), longest=30)
-        names = [f"{rng.integers(0, 7)}" for _ in sequences]
     else:
-        sequences, masks, names = turns_forest(rng, int(rng.integers(1, 8)), 3, 6)
+        sequences, masks, _ = turns_forest(rng, int(rng.integers(1, 8)), 3, 6)
     model = CostModel(1e-5, 1e-7, 3e-6, 1e-3, 64)
     for ranks in (1, 2, 7, 40):
-        for keep_together in (None, names):
-            partition = partition_sequences(sequences, ranks, masks, model, keep_together)
-            check(partition, sequences, masks, model)
-            if keep_together is not None:
-                ranks_of_name = {(n, r) for n, r in zip(names, partition.rank_of_sequence.tolist(), strict=True)}
-                assert len(ranks_of_name) == len(set(names))
+        check(partition_sequences(sequences, ranks, masks, model), sequences, masks, model)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_sequences_does_not_matter(seed: int) -> None:
-    """Each rank gets the same sequences at bit-equal costs in any order, with and without names."""
+    """Each rank gets the same sequences at bit-equal costs in any order."""
     rng = seed_all(seed)
-    sequences, masks, names = turns_forest(rng, 6, 4, 5)
+    sequences, masks, _ = turns_forest(rng, 6, 4, 5)
     more, more_masks = random_forest(rng, 40)
     sequences, masks = sequences + more, masks + more_masks
-    names = names + [f"g{rng.integers(0, 9)}" for _ in more]
-    for ranks, keep_together in itertools.product((3, 8, 50), (False, True)):
+    for ranks in (3, 8, 50):
         results = []
         for _ in range(3):
             order = rng.permutation(len(sequences))
-            partition = partition_sequences(
-                [sequences[i] for i in order],
-                ranks,
-                [masks[i] for i in order],
-                keep_together=[names[i] for i in order] if keep_together else None,
-            )
-            held = Counter(
-                (sequences[i].tobytes(), masks[i].tobytes(), names[i] if keep_together else "", int(rank))
-                for i, rank in zip(order, partition.rank_of_sequence, strict=True)
-            )
+            partition = partition_sequences([sequences[i] for i in order], ranks, [masks[i] for i in order])
+            pairs = zip(order, partition.rank_of_sequence, strict=True)
+            held = Counter((sequences[i].tobytes(), masks[i].tobytes(), int(rank)) for i, rank in pairs)
             results.append((held, partition.cost_per_rank.tolist(), partition.total_cost))
         assert results[0] == results[1] == results[2]
 

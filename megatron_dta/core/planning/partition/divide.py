@@ -111,7 +111,6 @@ def partition_sequences(
     num_ranks: int,
     loss_masks: Sequence[np.ndarray] | None = None,
     cost_model: CostModel | None = None,
-    keep_together: Sequence[str] | None = None,
     step_seconds: StepSeconds | None = None,
 ) -> Partition:
     """Divide sequences over ranks to minimize the cost of the slowest rank, then the total cost.
@@ -121,7 +120,6 @@ def partition_sequences(
         num_ranks: data-parallel size.
         loss_masks: for each sequence bool [T], False at position 0; None to train all positions but the first.
         cost_model: cost model; None for the defaults of ``CostModel``.
-        keep_together: a name for each sequence (group, trajectory); sequences of one name go to one rank.
         step_seconds: see ``partition_costs``.
 
     Returns:
@@ -135,24 +133,21 @@ def partition_sequences(
     """
     if num_ranks < 1:
         raise ValueError(f"sequences are divided over 1 or more ranks, not {num_ranks}")
-    if keep_together is not None and len(keep_together) != len(sequences):
-        raise ValueError(f"keep_together has {len(keep_together)} names for {len(sequences)} sequences")
-    costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), loss_masks, keep_together)
+    costs = SequenceCosts.of(build_prefix_tree(sequences), cost_model or CostModel(), loss_masks)
     return partition_costs(costs, num_ranks, step_seconds)
 
 
 def partition_costs(costs: SequenceCosts, num_ranks: int, step_seconds: StepSeconds | None = None) -> Partition:
-    """``partition_sequences`` for known costs; stops with the same label stay together.
+    """``partition_sequences`` for known costs, of sequences without labels.
 
     Args:
         step_seconds: given if ranks share experts; the partition is then the one with the fastest step.
     """
-    runs, run_of_stop = SequenceRuns.indivisible(costs)
+    runs, _ = SequenceRuns.indivisible(costs)
     if not len(runs):
         return Partition.of(costs, np.zeros(0, dtype=np.int64), num_ranks)
-    units = np.arange(len(runs)) if costs.labelled else first_stops_of_leaves(costs)
-    run_of_sequence = run_of_stop[costs.stop_of_sequence]
-    rank_of_sequence = [rank[run_of_sequence] for rank in candidates(runs, num_ranks, units)]
+    ranks = candidates(runs, num_ranks, first_stops_of_leaves(costs))
+    rank_of_sequence = [rank[costs.stop_of_sequence] for rank in ranks]
     if step_seconds is not None and len(rank_of_sequence) > 1:
         rank_of_sequence = [rank_of_sequence[int(np.argmin(step_seconds(rank_of_sequence)))]]
     partitions = [Partition.of(costs, rank, num_ranks) for rank in rank_of_sequence]

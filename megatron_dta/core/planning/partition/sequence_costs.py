@@ -40,7 +40,6 @@ class SequenceCosts:
         stop_label: int64 [K], label of each stop, numbered by first stop; without labels, the stop's own number.
         alone: float64 [K], cost of each stop alone.
         shared: float64 [K], cost that each stop shares with the stop before it; 0 for the first.
-        labelled: whether labels were given.
     """
 
     tree: PrefixTree
@@ -51,7 +50,6 @@ class SequenceCosts:
     stop_label: np.ndarray
     alone: np.ndarray
     shared: np.ndarray
-    labelled: bool
 
     @classmethod
     def of(
@@ -90,7 +88,6 @@ class SequenceCosts:
             stop_label=stop_label,
             alone=path_cost[stop_node] + model.cost(0, 0, own_edges),
             shared=np.where(join < 0, 0.0, path_cost[join]),
-            labelled=labels is not None,
         )
 
     @cached_property
