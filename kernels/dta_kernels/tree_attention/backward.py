@@ -83,21 +83,15 @@ def key_gradients_kernel(
     for chunk in range(CHUNKS):
         head = (group * CHUNKS + chunk) * PACK
         dscores_chunk = dscores + (tl.program_id(0) * CHUNKS + chunk) * (BLOCK_K * BLOCK_Q * PACK)
-        dk_acc, dv_acc = _collect(
-            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, run_begin,
-            run_end, run_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K, TMA,
-            False, False,
-        )  # fmt: skip
-        dk_acc, dv_acc = _collect(
-            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_begin,
-            list_middle, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, True, False,
-        )  # fmt: skip
-        dk_acc, dv_acc = _collect(
-            dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, list_middle,
-            list_end, list_tiles, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
-            TMA, True, True,
-        )  # fmt: skip
+        for kind in tl.static_range(3):  # the run, the list's full blocks, its partial ones
+            begin = run_begin if kind == 0 else list_begin if kind == 1 else list_middle
+            end = run_end if kind == 0 else list_middle if kind == 1 else list_end
+            first_tile = run_tiles if kind == 0 else list_tiles
+            dk_acc, dv_acc = _collect(
+                dk_acc, dv_acc, k, v, key, end_of_key, grad_out, q, delta, lse_2, dscores_chunk, blocks, tiles, begin,
+                end, first_tile, head, num_queries, num_ancestors, scale, H, G, D, BLOCK_D, PACK, BLOCK_Q, BLOCK_K,
+                TMA, kind > 0, kind == 2,
+            )  # fmt: skip
     dk_acc = dk_acc * scale
     channel = tl.arange(0, BLOCK_D)
     inside = (key < num_keys)[:, None] & (channel < D)[None, :]

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, raise_flag, slot_of, take_sums
+from dta_kernels.tree_attention.hopper_shares import leave_sums, set_flag, slot_of, take_sums
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_qu
             acc = acc * gl.convert_layout(decay, RO)[:, None]
             acc += other_acc * gl.convert_layout(other_decay, RO)[:, None]
             largest = new_largest
-            lower_flag(flags, other)
+            set_flag(flags, other, 0)
         sees = total > 0
         safe = gl.where(sees, total, 1.0)
         acc = acc / gl.convert_layout(safe, RO)[:, None]
@@ -97,7 +97,7 @@ def _finish(acc, largest, total, programs, partial, flags, out, lse_HN, first_qu
         statistics = leave_sums(acc, partial, slot, D, OUT)
         gl.store(partial + statistics + row_s, largest)
         gl.store(partial + statistics + 64 + row_s, total)
-        raise_flag(flags, slot)
+        set_flag(flags, slot, 1)
 
 
 @gluon.jit

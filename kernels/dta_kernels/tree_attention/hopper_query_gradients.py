@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from dta_kernels.tree_attention.hopper_shares import leave_sums, lower_flag, raise_flag, slot_of, take_sums
+from dta_kernels.tree_attention.hopper_shares import leave_sums, set_flag, slot_of, take_sums
 
 _STAGES = gl.constexpr(6)
 
@@ -59,7 +59,7 @@ def _consumer(WG: gl.constexpr, ds_smem, k_smem, full, empty, dq_NHD, partial, f
             other = slot - (number - index) * 2 * gl.num_programs(0)
             other_acc, _ = take_sums(partial, flags, other, D, SUMS)
             acc += other_acc
-            lower_flag(flags, other)
+            set_flag(flags, other, 0)
         row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS))
         query = first_query + row // PACK
         channel = gl.arange(0, D, layout=gl.SliceLayout(0, SUMS))
@@ -67,7 +67,7 @@ def _consumer(WG: gl.constexpr, ds_smem, k_smem, full, empty, dq_NHD, partial, f
         gl.store(dq_NHD + offsets, (acc * scale).to(dq_NHD.dtype.element_ty), mask=(query < num_queries)[:, None])
     else:
         leave_sums(acc, partial, slot, D, SUMS)
-        raise_flag(flags, slot)
+        set_flag(flags, slot, 1)
 
 
 @gluon.jit(

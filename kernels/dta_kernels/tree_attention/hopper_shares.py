@@ -42,10 +42,10 @@ def leave_sums(sums, partial, slot, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def raise_flag(flags, slot):
-    """Announce that everything in this slot is stored."""
+def set_flag(flags, slot, value):
+    """1 announces that everything in this slot is stored; 0 leaves the flag as the next launch expects it."""
     gl.thread_barrier()
-    gl.atomic_xchg(flags + slot, 1)
+    gl.atomic_xchg(flags + slot, value)
 
 
 @gluon.jit
@@ -56,10 +56,3 @@ def take_sums(partial, flags, slot, D: gl.constexpr, LAYOUT: gl.constexpr):
     offsets, statistics = _offsets(slot, D, LAYOUT)
     # Another program wrote them: only the L2 cache is the same for all.
     return gl.load(partial + offsets, cache_modifier=".cg"), statistics
-
-
-@gluon.jit
-def lower_flag(flags, slot):
-    """Leave the flag as the next launch expects it."""
-    gl.thread_barrier()
-    gl.atomic_xchg(flags + slot, 0)
