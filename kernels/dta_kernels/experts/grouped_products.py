@@ -1,9 +1,8 @@
 """Triton kernels that multiply many groups of rows by a separate matrix each in one launch, for the maps of experts.
 
 PyTorch's ``grouped_mm`` needs the matrices of all groups as one tensor and rounds their gradients to 16 bits. Megatron
-has a parameter, a place in checkpoints and a float32 gradient buffer for each expert. Every pass would therefore copy
-all weights, and write, read and add all weight gradients once more than needed. With a few hundred rows a group, this
-takes longer than the products. These kernels find the matrix of each group, and the buffer of its gradient, in a table
+has a parameter and a float32 gradient buffer for each expert, so every pass would copy all weights and add all weight
+gradients, which takes longer than the products of a few hundred rows. These kernels find matrices and buffers in tables
 of addresses. Gradients are added in the buffer's precision as they are computed. Nothing waits for the device.
 
 A program handles a tile of rows of a single group. The last tile of a group is padded with its last row, and the
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,26 +138,19 @@ class _Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def launcher(self, kernel: Any, **constants: object) -> Launcher:
-        sizes = dict(ROWS=self.rows, COLUMNS=self.columns, STEP=self.step)
-        return Launcher(kernel, **constants, **sizes, num_warps=self.num_warps, num_stages=self.num_stages)
-
 
 # By bytes of an element. The 16-bit tiles fill the tensor cores of a Hopper GPU. float32 runs outside the tensor cores,
 # for exact values, and is meant for checks.
 _LARGE = {2: _Tiles(128, 256, 64, 8, 3), 4: _Tiles(64, 64, 32, 4, 2)}
 # Groups of few rows waste less of these smaller tiles.
 _SMALL = {2: _Tiles(64, 256, 64, 4, 3), 4: _Tiles(64, 64, 32, 4, 2)}
+_KERNELS = {"rows": _rows_kernel, "gradients": _gradients_kernel}
 
 
 @lru_cache
-def _rows_launcher(tiles: _Tiles, out: int, inner: int, backward: bool, aligned: bool, indexed: bool) -> Launcher:
-    return tiles.launcher(_rows_kernel, OUT=out, INNER=inner, BACKWARD=backward, ALIGNED=aligned, INDEXED=indexed)
-
-
-@lru_cache
-def _gradients_launcher(tiles: _Tiles, out: int, inner: int, aligned: bool, indexed: int) -> Launcher:
-    return tiles.launcher(_gradients_kernel, OUT=out, INNER=inner, ALIGNED=aligned, INDEXED=indexed)
+def _launcher(name: str, tiles: _Tiles, **constants: int) -> Launcher:
+    sizes = dict(ROWS=tiles.rows, COLUMNS=tiles.columns, STEP=tiles.step)
+    return Launcher(_KERNELS[name], **constants, **sizes, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 @lru_cache
@@ -242,8 +234,8 @@ class GroupedRows:
         y = x.new_empty(self.num_rows, out)
         if y.numel():
             table, num_tiles = self._table
-            launch = _rows_launcher(self._tiles, out, inner, backward, matrices.is_aligned, indexed)
-            launch(
+            constants = dict(OUT=out, INNER=inner, BACKWARD=backward, ALIGNED=matrices.is_aligned, INDEXED=indexed)
+            _launcher("rows", self._tiles, **constants)(
                 (num_tiles * ceil_div(out, self._tiles.columns),), x, matrices.on_device, matrices.matrices[0], table,
                 self._index if indexed else table, y, num_tiles, self._num_groups,
             )  # fmt: skip
@@ -261,10 +253,12 @@ class GroupedRows:
         grad, x = self._checked(grad_RN, out, indexed == "grad"), self._checked(x_RK, inner, indexed == "x")
         if self.num_rows:
             which = {None: 0, "grad": 1, "x": 2}[indexed]
-            launch, tiles = _gradients_launcher(self._columns, out, inner, sums_NK.is_aligned, which), self._columns
+            constants, tiles = dict(OUT=out, INNER=inner, ALIGNED=sums_NK.is_aligned, INDEXED=which), self._columns
             programs, table = ceil_div(out, tiles.rows) * ceil_div(inner, tiles.columns), self._table[0]
             index = self._index if which else table
-            launch((self._num_groups * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], table, index)
+            _launcher("gradients", tiles, **constants)(
+                (self._num_groups * programs,), grad, x, sums_NK.on_device, sums_NK.matrices[0], table, index
+            )
 
     def _checked(self, x: Tensor, columns: int, indexed: bool) -> Tensor:
         if indexed and self._index is None:

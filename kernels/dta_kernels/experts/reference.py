@@ -48,10 +48,7 @@ class PlainRows:
 
 
 def sum_rows(rows_RC: Tensor, places_NK: Tensor) -> Tensor:
-    """Sums [N, C] of up to K rows at each of N ``places``, in order, rounded once; without autograd.
-
-    A negative place is skipped.
-    """
+    """Sums [N, C] of the rows at ``places`` (negative: none) in their order, rounded once, without autograd."""
     dtype = torch.promote_types(rows_RC.dtype, torch.float32)
     total = torch.zeros(len(places_NK), rows_RC.shape[1], dtype=dtype, device=rows_RC.device)
     if not len(rows_RC):

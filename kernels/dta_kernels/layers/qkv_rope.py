@@ -212,12 +212,6 @@ def _backward_kernel(
         _store_weight_gradient(grad_k_weight_out + partial, k_first, k_second, k_rest, D, HALF, BLOCK_HALF, BLOCK_REST)
 
 
-@lru_cache
-def _rows(num_pairs: int) -> int:
-    """Number of tokens that a program handles at once."""
-    return max(1, min(16, 1024 // triton.next_power_of_2(num_pairs)))
-
-
 _KERNELS = {"forward": _forward_kernel, "backward": _backward_kernel}
 
 
@@ -228,18 +222,11 @@ def _launcher(name: str, layout: QKVLayout, num_pairs: int, norm: bool) -> Launc
 
 @lru_cache
 def head_blocks(layout: QKVLayout, num_pairs: int) -> dict[str, int]:
-    """Constants and settings of kernels that turn heads."""
-    rest = layout.head_size - 2 * num_pairs
-    return {
-        "HEADS": layout.heads_per_group,
-        "ROWS": _rows(num_pairs),
-        "D": layout.head_size,
-        "HALF": num_pairs,
-        "REST": rest,
-        "BLOCK_HALF": triton.next_power_of_2(num_pairs),
-        "BLOCK_REST": triton.next_power_of_2(max(1, rest)),
-        "num_warps": 4,
-    }
+    """Constants and settings of kernels that turn heads; a program handles ``ROWS`` tokens at once."""
+    (_, heads, D), block = layout, triton.next_power_of_2(num_pairs)
+    rest, rows = D - 2 * num_pairs, max(1, min(16, 1024 // block))
+    blocks = {"BLOCK_HALF": block, "BLOCK_REST": triton.next_power_of_2(max(1, rest)), "num_warps": 4}
+    return {"HEADS": heads, "ROWS": rows, "D": D, "HALF": num_pairs, "REST": rest, **blocks}
 
 
 class MixedQKV(NamedTuple):
@@ -261,13 +248,11 @@ class MixedQKV(NamedTuple):
     eps: float
 
     def write(self, q_NHD: Tensor, k_NGD: Tensor | None = None, v_NGD: Tensor | None = None) -> None:
-        """Write rotated queries and, unless they are None, keys and a copy of the values, without autograd; a repeat
-        gives the same bits.
-        """
+        """Write rotated queries and, if given, keys and values, without autograd; a repeat gives the same bits."""
         (N, pairs), norm, groups = self.cos.shape, self.q_weight is not None, self.layout.num_groups
         if N == 0:
             return
-        grid = groups, ceil_div(N, _rows(pairs))
+        grid = groups, ceil_div(N, head_blocks(self.layout, pairs)["ROWS"])
         launch = _launcher("forward", self.layout, pairs, norm)
         launch(grid, *self.inputs(), q_NHD, k_NGD, v_NGD, N, groups, self.eps)
 
@@ -279,11 +264,9 @@ class MixedQKV(NamedTuple):
     def partial_gradients(
         self, grad_q_NHD: Tensor, grad_k_NGD: Tensor, grad_v_NGD: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Gradient of the mixed rows, and those of the two weights as one partial sum of each program, float32
-        [programs, D]. Without norms, the partial sums are undefined.
-        """
+        """Gradient of the mixed rows, and partial sums [programs, D] of the weights' (undefined without norms)."""
         (N, pairs), norm, groups = self.cos.shape, self.q_weight is not None, self.layout.num_groups
-        tiles = ceil_div(N, _rows(pairs))
+        tiles = ceil_div(N, head_blocks(self.layout, pairs)["ROWS"])
         programs = min(tiles, ceil_div(_MAX_PROGRAMS, groups))
         grad_mixed_NW = torch.empty_like(self.mixed)
         size = (programs * groups, self.layout.head_size)

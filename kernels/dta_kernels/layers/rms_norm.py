@@ -4,10 +4,8 @@ Between two blocks, a layer adds the output of the first one to the stream and n
 that is one pass over memory, and so is its backward: its inputs are the gradients of the normed rows and of the stream,
 its outputs their common gradient and that of the weight. Arithmetic is in float32, and results are rounded once.
 
-Liger-Kernel 0.8.5 has such kernels, too. They are not used for three reasons. They divide the rows of the weight
-gradient by the number of the GPU's processors, so the sum depends on the machine, and Triton's interpreter has no such
-number. The backward of their variant with an addition is compiled again for every number of rows. Neither variant keeps
-the statistics that recompute the normed rows without a second reduction.
+Liger-Kernel 0.8.5 has such kernels, too, but their sums depend on the GPU's number of processors, the backward with an
+addition is compiled again for every number of rows, and statistics for recomputing the normed rows are not kept.
 
 Weight gradients are summed in a fixed order, in float32: first by each program over its rows, then over programs.
 
@@ -104,22 +102,14 @@ def _backward_kernel(
     tl.store(grad_weight_out + program.to(tl.int64) * num_columns + column, grad_weight, mask=exists)
 
 
-_KERNELS = {"again": _again_kernel, "backward": _backward_kernel}
+_KERNELS = {"forward": _forward_kernel, "again": _again_kernel, "backward": _backward_kernel}
 
 
 @lru_cache
-def _launcher(name: str, num_columns: int, add: bool | None = None) -> Launcher:
-    return Launcher(_KERNELS[name], **({} if add is None else {"ADD": add}), **_block(num_columns))
-
-
-@lru_cache
-def _forward(num_columns: int, terms: int, overlap: bool) -> Launcher:
-    return Launcher(_forward_kernel, TERMS=terms, **overlap_settings(overlap), **_block(num_columns))
-
-
-def _block(num_columns: int) -> dict[str, int]:
+def _launcher(name: str, num_columns: int, **constants: int) -> Launcher:
     block = triton.next_power_of_2(num_columns)
-    return {"BLOCK": block, "num_warps": 4 if block <= 1024 else 8 if block <= 4096 else 16}
+    num_warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
+    return Launcher(_KERNELS[name], **constants, BLOCK=block, num_warps=num_warps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -159,16 +149,15 @@ def rms_norm_forward(
     rstd_N = x.new_empty(N, dtype=torch.float32)
     if N:
         other = added.contiguous() if terms else x
-        _forward(C, terms, overlap)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
+        launch = _launcher("forward", C, TERMS=terms, **overlap_settings(overlap))
+        launch((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
     return RMSNormOutput(normed, residual, rstd_N)
 
 
 def rms_norm_partial_gradients(
     grad_normed: Tensor, grad_residual: Tensor | None, x: Tensor, rstd_N: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of ``x``, the input of the norm, and that of the weight as one partial sum of each program, float32
-    [P, C].
-    """
+    """Gradients of ``x``, the norm's input, and of the weight, as a partial sum of each program, float32 [P, C]."""
     C, N = weight_C.shape[0], rstd_N.shape[0]
     grad = torch.empty_like(x)
     programs = min(N, _MAX_PROGRAMS)
@@ -177,7 +166,7 @@ def rms_norm_partial_gradients(
         grad_normed = grad_normed.contiguous()
         adds = grad_residual is not None
         # The last programs may have no rows; they write zeros.
-        _launcher("backward", C, adds)(
+        _launcher("backward", C, ADD=adds)(
             (programs,), grad_normed, grad_residual.contiguous() if adds else grad_normed, x, rstd_N, weight_C, grad,
             grad_weight_PC, N, ceil_div(N, programs), C,
         )  # fmt: skip

@@ -89,23 +89,15 @@ def _weighted_gradient_kernel(
     tl.store(weight_grad_out + row, tl.sum(total, 0).to(weight_grad_out.dtype.element_ty))
 
 
-_KERNELS = {
-    "forward": _forward_kernel,
-    "backward": _backward_kernel,
-    "weighted": _weighted_kernel,
-    "weighted gradient": _weighted_gradient_kernel,
-}
+@lru_cache
+def _launcher(backward: bool) -> Launcher:
+    return Launcher(_backward_kernel if backward else _forward_kernel, BLOCK=_BLOCK, num_warps=4)
 
 
 @lru_cache
-def _launcher(name: str) -> Launcher:
-    return Launcher(_KERNELS[name], BLOCK=_BLOCK, num_warps=4)
-
-
-@lru_cache
-def _weighted_launcher(name: str, width: int) -> Launcher:
+def _weighted_launcher(backward: bool, width: int) -> Launcher:
     block = min(_WEIGHTED_BLOCK, triton.next_power_of_2(width))
-    return Launcher(_KERNELS[name], WIDTH=width, BLOCK=block, num_warps=4)
+    return Launcher(_weighted_gradient_kernel if backward else _weighted_kernel, WIDTH=width, BLOCK=block, num_warps=4)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -133,7 +125,7 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     grad_x = torch.empty_like(x)
     if x.numel():
         grid = x.numel() // (2 * width), ceil_div(width, _BLOCK)
-        _launcher("backward")(grid, grad.contiguous(), x, grad_x, width)
+        _launcher(True)(grid, grad.contiguous(), x, grad_x, width)
     return grad_x
 
 
@@ -141,7 +133,7 @@ def swiglu_into(x: Tensor, y: Tensor) -> None:
     """Write ``swiglu(x)`` into ``y``, without autograd; both must be contiguous."""
     width = y.shape[-1]
     if y.numel():
-        _launcher("forward")((y.numel() // width, ceil_div(width, _BLOCK)), x, y, width)
+        _launcher(False)((y.numel() // width, ceil_div(width, _BLOCK)), x, y, width)
 
 
 def weighted_swiglu(x_RF: Tensor, weight_R: Tensor) -> Tensor:
@@ -149,7 +141,7 @@ def weighted_swiglu(x_RF: Tensor, weight_R: Tensor) -> Tensor:
     rows, width = x_RF.shape[0], x_RF.shape[1] // 2
     y = x_RF.new_empty(rows, width)
     if y.numel():
-        _weighted_launcher("weighted", width)((rows,), x_RF.contiguous(), weight_R.contiguous(), y)
+        _weighted_launcher(False, width)((rows,), x_RF.contiguous(), weight_R.contiguous(), y)
     return y
 
 
@@ -158,7 +150,5 @@ def weighted_swiglu_backward(grad_RF: Tensor, x_RF: Tensor, weight_R: Tensor) ->
     x, weight = x_RF.contiguous(), weight_R.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     if x.numel():
-        _weighted_launcher("weighted gradient", x.shape[1] // 2)(
-            (len(x),), grad_RF.contiguous(), x, weight, grad_x, grad_weight
-        )
+        _weighted_launcher(True, x.shape[1] // 2)((len(x),), grad_RF.contiguous(), x, weight, grad_x, grad_weight)
     return grad_x, grad_weight

@@ -23,23 +23,13 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from dta_kernels.layers.weight_gradients import add_weight_gradient, gradient_placeholder
-from dta_kernels.logprobs.logit_chunks import (
-    Edges,
-    Head,
-    RowStatistics,
-    fused_gradient,
-    fused_moments,
-    plain_gradient,
-    plain_moments,
-    uses_fused_kernels,
-)
+from dta_kernels.logprobs import logit_chunks
+from dta_kernels.logprobs.logit_chunks import Edges, Head, RowStatistics
 from dta_kernels.tree_attention.reference import accumulation_dtype
 
 
 class RowChunk(NamedTuple):
-    """Rows ``[row_begin, row_end)`` and the edges that leave them, ``[edge_begin, edge_end)``; edges are sorted by
-    row.
-    """
+    """Rows ``[row_begin, row_end)`` and the edges that leave them, ``[edge_begin, edge_end)``, sorted by row."""
 
     row_begin: int
     row_end: int
@@ -66,7 +56,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float, fused: bool, weight_grad_VC: Tensor | None, shard: VocabularyShard | None, in_float32: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = accumulation_dtype(hidden_RC.dtype)
-        moments_of = fused_moments if fused else plain_moments
+        moments_of = logit_chunks.fused_moments if fused else logit_chunks.plain_moments
         edges = Edges(edge_row_E, target_E) if shard is None else _own_edges(edge_row_E, target_E, weight_VC, shard)
         # A rank without any token contributes nothing to the sums, and no maximum.
         largest_R = hidden_RC.new_full(hidden_RC.shape[:1], torch.finfo(dtype).min / 2, dtype=dtype)
@@ -99,9 +89,9 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_E: Tensor | None, grad_entropy_R: Tensor | None):
         hidden_RC, weight_VC, *saved = ctx.saved_tensors
-        edges, statistics = Edges(*saved[:3]), RowStatistics(*saved[3:])
+        edges, statistics, head = Edges(*saved[:3]), RowStatistics(*saved[3:]), Head(weight_VC, ctx.in_float32)
         dtype = statistics.entropy.dtype
-        gradient_of = fused_gradient if ctx.fused else plain_gradient
+        gradient_of = logit_chunks.fused_gradient if ctx.fused else logit_chunks.plain_gradient
         needs_weight, sum_VC, buffer_VC = ctx.needs_input_grad[1], ctx.weight_grad_VC, ctx.weight_grad_VC
         if needs_weight and buffer_VC is None:
             sum_VC = torch.zeros_like(weight_VC, dtype=dtype)
@@ -109,14 +99,11 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden_RC = torch.empty_like(hidden_RC) if has_tokens else torch.zeros_like(hidden_RC)
         for chunk in ctx.chunks if has_tokens else ():
             rows, of_chunk = slice(chunk.row_begin, chunk.row_end), slice(chunk.edge_begin, chunk.edge_end)
+            grad_e = None if grad_logprobs_E is None else grad_logprobs_E[of_chunk].to(dtype)
+            grad_B = None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype)
+            of_rows = RowStatistics(*(statistic[rows] for statistic in statistics))
             grad_logits_BV = gradient_of(
-                hidden_RC[rows],
-                Head(weight_VC, ctx.in_float32),
-                edges.of(chunk),
-                None if grad_logprobs_E is None else grad_logprobs_E[of_chunk].to(dtype),
-                None if grad_entropy_R is None else grad_entropy_R[rows].to(dtype),
-                RowStatistics(*(statistic[rows] for statistic in statistics)),
-                ctx.temperature,
+                hidden_RC[rows], head, edges.of(chunk), grad_e, grad_B, of_rows, ctx.temperature
             )
             grad_hidden_RC[rows] = grad_logits_BV @ weight_VC
             if sum_VC is not None:
@@ -153,7 +140,7 @@ def linear_logprobs(
         ``(logprobs_E, entropy_R)`` in float32 (float64 for float64 inputs), differentiable in ``hidden`` and
         ``weight``.
     """
-    fused = uses_fused_kernels(hidden_RC) if fused is None else fused
+    fused = logit_chunks.uses_fused_kernels(hidden_RC) if fused is None else fused
     return _LinearLogprobs.apply(
         hidden_RC, weight_VC, edge_row_E, target_E, chunks, temperature, fused, weight_grad_VC, shard, in_float32
     )

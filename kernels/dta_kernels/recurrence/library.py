@@ -66,6 +66,11 @@ def _prepare(keys: Tensor, values: Tensor) -> None:
     library_settings.fix_settings(head_sizes, torch.cuda.get_device_capability(keys.device))
 
 
+def _pieces(runs: Runs) -> dict[str, object]:
+    """The chunks of the runs as the library takes them."""
+    return dict(cu_seqlens=runs.on_device, chunk_indices=runs.chunks, chunk_size=CHUNK)
+
+
 def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """``(output [T, J, V], exits [R, J, K, V])``; arguments as in ``gated_delta_rule.gated_delta_rule``."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -75,15 +80,9 @@ def gated_delta_rule(inputs: tuple[Tensor, ...], entry_RJKV: Tensor, runs: Runs)
     q, k, v, g, beta = inputs
     _prepare(k, v)
     q, k = unit_heads(q), unit_heads(k)
+    q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g, beta))
     output, exits = chunk_gated_delta_rule(
-        *(x.unsqueeze(0) for x in (q, k, v)),
-        g=g.unsqueeze(0),
-        beta=beta.unsqueeze(0),
-        initial_state=entry_RJKV,
-        output_final_state=True,
-        cu_seqlens=runs.on_device,
-        chunk_indices=runs.chunks,
-        chunk_size=CHUNK,
+        q, k, v, g=g, beta=beta, initial_state=entry_RJKV, output_final_state=True, **_pieces(runs)
     )
     return output.squeeze(0), exits
 
@@ -107,7 +106,7 @@ class _StateSpace(torch.autograd.Function):
         from fla.ops.utils.constant import RCP_LN2
 
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        pieces = dict(cu_seqlens=runs.on_device, chunk_indices=runs.chunks, chunk_size=CHUNK)
+        pieces = _pieces(runs)
         total = chunk_local_cumsum(g.unsqueeze(0), scale=RCP_LN2, **pieces)
         h, exits = _chunk_states(k, v, total, entry, pieces)
         ctx.save_for_backward(q, k, v, total, entry)

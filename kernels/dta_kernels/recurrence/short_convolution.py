@@ -70,9 +70,7 @@ def short_convolution_gradients(
     grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout,
     bias_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of the tokens' rows [N, C] and the rows from outside [S - N, C], in at least float32, of the weight
-    [C, W], and of the bias [C] if there is one.
-    """
+    """Gradients of rows [N, C] and ``before`` [S - N, C], in at least float32, of the weight and of any bias."""
     W, num_tokens = weight_CW.shape[1], rows_NC.shape[0]
     gradients = _gradients_by_kernels if layout.uses_kernels else _gradients
     grad_rows, grad_before, grad_weight, mixed = gradients(grad_out_NC, rows_NC, before, weight_CW, layout, bias_C)
@@ -98,9 +96,7 @@ def sum_rows_by_source(rows: Tensor, source: Tensor, num_sources: int, onto: Ten
 def _gradients(
     grad_out_NC: Tensor, rows_NC: Tensor, before: Tensor, weight_CW: Tensor, layout: PathLayout, bias_C: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the tokens' rows from their own runs, of the rows before each run [R (W - 1), C], of the weight, and
-    of the convolution before ``silu`` [N, C].
-    """
+    """Gradients of rows by their own runs, of those before each run [R (W - 1), C], the weight, ``silu``'s input."""
     dtype, width = accumulation_dtype(rows_NC.dtype), weight_CW.shape[1]
     weight, laid = weight_CW.to(dtype), _laid_out(rows_NC, before, layout)
     mixed = _convolved(laid, weight, bias_C).index_select(0, layout.token_row)

@@ -7,7 +7,7 @@ results reproducible bit for bit. ``benchmarks/layers/attention.py`` measures ot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -83,27 +83,16 @@ def padded_head_size(head_size: int) -> int:
 
 
 # By padded head size, for 16-bit inputs on Hopper: forward, key gradients, query gradients.
+_tma = partial(KernelConfig, tma=True)
 _HOPPER = {
-    64: (KernelConfig(128, 128, 8, 3, tma=True), KernelConfig(64, 128, 8, 3), KernelConfig(64, 128, 4, 4)),
-    128: (
-        KernelConfig(128, 128, 8, 3, tma=True),
-        KernelConfig(64, 64, 4, 2, tma=True),
-        KernelConfig(64, 64, 4, 4, tma=True),
-    ),
-    256: (
-        KernelConfig(128, 64, 8, 2, tma=True),
-        KernelConfig(64, 64, 8, 2, tma=True),
-        KernelConfig(64, 64, 4, 3, tma=True),
-    ),
+    64: (_tma(128, 128, 8, 3), KernelConfig(64, 128, 8, 3), KernelConfig(64, 128, 4, 4)),
+    128: (_tma(128, 128, 8, 3), _tma(64, 64, 4, 2), _tma(64, 64, 4, 4)),
+    256: (_tma(128, 64, 8, 2), _tma(64, 64, 8, 2), _tma(64, 64, 4, 3)),
 }
 # The same with the kernels in Gluon, which is experimental: used only with the tested versions of Triton.
 _GLUON_VERSIONS = ("3.6.",)
 _GLUON_SIZES = (64, 128)
-_GLUON = (
-    KernelConfig(128, 128, 4, 2, tma=True, hopper=True),
-    KernelConfig(64, 128, 4, 2, tma=True, hopper=True),
-    KernelConfig(128, 128, 4, 6, tma=True, hopper=True),
-)
+_GLUON = tuple(_tma(rows, 128, 4, stages, hopper=True) for rows, stages in ((128, 2), (64, 2), (128, 6)))
 # 16-bit inputs on other GPUs: less shared memory, no tensor descriptors.
 _OTHER = {
     64: (KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
@@ -111,11 +100,7 @@ _OTHER = {
     256: (KernelConfig(64, 32, 4, 1), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
 }
 # float32: products run outside the tensor cores, for exactness, with small tiles that fit the registers.
-_FLOAT32 = {
-    64: (KernelConfig(32, 32, 4, 1),) * 3,
-    128: (KernelConfig(32, 32, 4, 1),) * 3,
-    256: (KernelConfig(16, 16, 4, 1),) * 3,
-}
+_FLOAT32 = {size: (KernelConfig(tile, tile, 4, 1),) * 3 for size, tile in ((64, 32), (128, 32), (256, 16))}
 
 
 def default_config(

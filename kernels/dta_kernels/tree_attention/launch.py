@@ -121,9 +121,7 @@ def tree_attention_backward(
     else:
         target, num_added = KeyGradients(None, None, None), 0
         dk, dv = (torch.empty_like(k_MGD, dtype=torch.float32) for _ in range(2))
-    launch = _BackwardLaunch(
-        plan, shared, scale, target, num_added, q_NHD, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles
-    )
+    launch = _BackwardLaunch(plan, shared, scale, target, num_added, k_MGD, v_MGD, key_end_M, dq_NHD, dk, dv, *tiles)
     dscores = shared.get("dscores", lambda: q_NHD.new_empty(backward.stored_elements))
     # Whose turn it is to add to the gradients of a block, for each half of it; every launch leaves zeros.
     blocks = -(-plan.num_keys // settings.keys)
@@ -150,7 +148,6 @@ class _BackwardLaunch:
     scale: float
     target: KeyGradients
     num_added: int
-    q: Tensor
     k: Tensor
     v: Tensor
     key_end: Tensor
@@ -259,19 +256,10 @@ def _launcher(
     kernel: object, shape: AttentionShape, settings: KernelConfig, pack: int, tile: KernelConfig, **more: bool
 ) -> Launcher:
     """The kernel with its compile-time arguments; ``tile`` sets the tile sizes and may belong to another kernel."""
-    constants = {
-        "H": shape.num_heads,
-        "G": shape.num_groups,
-        "D": shape.head_size,
-        "BLOCK_D": padded_head_size(shape.head_size),
-        "PACK": pack,
-        "BLOCK_Q": tile.rows // pack,
-        "BLOCK_K": tile.keys,
-        "TMA": settings.tma,
-        "num_warps": settings.num_warps,
-        "num_stages": settings.num_stages,
-    }
-    return Launcher(kernel, **constants, **more)
+    heads, D = {"H": shape.num_heads, "G": shape.num_groups, "PACK": pack}, shape.head_size
+    sizes = {"D": D, "BLOCK_D": padded_head_size(D), "BLOCK_Q": tile.rows // pack, "BLOCK_K": tile.keys}
+    launch = {"TMA": settings.tma, "num_warps": settings.num_warps, "num_stages": settings.num_stages}
+    return Launcher(kernel, **heads, **sizes, **launch, **more)
 
 
 def check_inputs(
