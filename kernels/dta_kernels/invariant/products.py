@@ -58,13 +58,10 @@ def product(x: Tensor, weight_NK: Tensor, dtype: torch.dtype | None = None) -> T
     if not _is_on:
         return _library(x, weight_NK, dtype)
     rows_nK = x.reshape(-1, x.shape[-1])
+    suits_library = x.element_size() == 2 and len(rows_nK) > _FEW_ROWS
     if not x.is_cuda:
         out_nN = _in_blocks(rows_nK, weight_NK, dtype)
-    elif (
-        x.element_size() == 2
-        and len(rows_nK) > _FEW_ROWS
-        and _library_agrees(*weight_NK.shape, x.dtype, dtype, x.device)
-    ):
+    elif suits_library and _library_agrees(*weight_NK.shape, x.dtype, dtype, x.device):
         out_nN = _library(rows_nK, weight_NK, dtype)
     else:
         from dta_kernels.invariant.product_kernel import multiply

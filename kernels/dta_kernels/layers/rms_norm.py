@@ -112,6 +112,11 @@ def _launcher(name: str, num_columns: int, **constants: int) -> Launcher:
     return Launcher(_KERNELS[name], **constants, BLOCK=block, num_warps=num_warps)
 
 
+@lru_cache  # by position, which takes half as long
+def _forward(num_columns: int, terms: int, overlap: bool) -> Launcher:
+    return _launcher("forward", num_columns, TERMS=terms, **overlap_settings(overlap))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,8 +154,7 @@ def rms_norm_forward(
     rstd_N = x.new_empty(N, dtype=torch.float32)
     if N:
         other = added.contiguous() if terms else x
-        launch = _launcher("forward", C, TERMS=terms, **overlap_settings(overlap))
-        launch((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
+        _forward(C, terms, overlap)((N,), x, other, weight_C, normed, residual, rstd_N, C, eps)
     return RMSNormOutput(normed, residual, rstd_N)
 
 

@@ -93,10 +93,8 @@ class _ReverseKL(torch.autograd.Function):
     def backward(ctx, grad_kl_R: Tensor):
         hidden_RC, weight_VC, teacher_RD, teacher_VD, largest_2R, log_mass_2R, kl_R = ctx.saved_tensors
         settings: ReverseKLSettings = ctx.settings
-        heads = (
-            (hidden_RC, Head(weight_VC, settings.in_float32)),
-            (teacher_RD, Head(teacher_VD, ctx.teacher_in_float32)),
-        )
+        head, teacher_head = Head(weight_VC, settings.in_float32), Head(teacher_VD, ctx.teacher_in_float32)
+        heads = ((hidden_RC, head), (teacher_RD, teacher_head))
         needs_weight, sum_VC, buffer_VC = ctx.needs_input_grad[1], settings.weight_grad, settings.weight_grad
         if needs_weight and buffer_VC is None:
             sum_VC = torch.zeros_like(weight_VC, dtype=kl_R.dtype)

@@ -220,9 +220,7 @@ def _prepare(
         tiles = tuple(shared.get(name, lambda: torch.empty_like(q_NHD)) for name in ("tiles of dO", "tiles of q"))
     rows = 64
     launch = shared.get("prepare", lambda: _prepare_launcher(H, D, pack, rows, settings.tma))
-    launch(
-        (-(-N * H // rows),), grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride
-    )  # fmt: skip
+    launch((-(-N * H // rows),), grad_out_NHD, out_NHD, lse_HN, q_NHD, delta, lse_2, *tiles, N, chunk_stride)
     if settings.tma and not settings.hopper:
         block = [settings.rows, padded_head_size(D)]
         names = ("tiles of dO as descriptor", "tiles of q as descriptor")
