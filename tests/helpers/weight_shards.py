@@ -89,4 +89,4 @@ def name_in_whole_model(part: Any, name: str) -> str:
         before, number, after = re.match(r"(.*\.local_experts\.)(\d+)(.*)", rest).groups()
         experts_per_rank = part.config.num_moe_experts // part.config.expert_model_parallel_size
         rest = f"{before}{int(number) + parallel_state.get_expert_model_parallel_rank() * experts_per_rank}{after}"
-    return f"decoder.{head}.{int(layer) + part.first_layer}.{rest}"
+    return f"decoder.{head}.{int(layer) + part.layer_numbers[0] - 1}.{rest}"

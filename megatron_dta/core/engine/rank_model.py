@@ -52,7 +52,6 @@ class RankModel:
         ]
         self.config, self.true_vocab_size = self.tree_models[0].config, self.tree_models[0].true_vocab_size
         self.shape = decoder_shape(self.config, self.true_vocab_size)
-        self.num_layers = [len(chunk.decoder.layers) for chunk in self.tree_models]
         self.temperature = temperature
         parameter = next(self.tree_models[0].parameters())
         self.dtype, self.device = parameter.dtype, parameter.device

@@ -311,7 +311,7 @@ def build_model(
         set_frequencies(chunk, model)
         chunk.has_fused_layers = fused
         chunk.true_vocab_size, chunk.fp32_lm_head = model.vocab_size, model.enable_fp32_lm_head
-        chunk.stage_layers, chunk.first_layer = tuple(layers), first_layer
+        chunk.stage_layers = tuple(layers)
         model_chunks.append(chunk.to(device=device, dtype=model.params_dtype))
         if not parallel.no_gradient_accumulation_fusion:
             use_main_grad(chunk)

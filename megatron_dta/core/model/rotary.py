@@ -64,13 +64,9 @@ def inverse_frequencies(model: ModelConfig) -> Tensor:
     return base
 
 
-def _rotated_channels(model: ModelConfig) -> int:
-    return model.rotated_channels
-
-
 def _powers(model: ModelConfig) -> Tensor:
     """Positions per radian, before any scaling."""
-    channels = _rotated_channels(model)
+    channels = model.rotated_channels
     return model.rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels)
 
 
@@ -91,7 +87,7 @@ def _yarn(model: ModelConfig) -> Tensor:
     """Like ``_llama3``, with a linear ramp over the channels from ``beta_fast`` turns over the original length to
     ``beta_slow`` turns.
     """
-    channels, powers = _rotated_channels(model), _powers(model)
+    channels, powers = model.rotated_channels, _powers(model)
     first, last = _channel_of(model.yarn_beta_fast, model), _channel_of(model.yarn_beta_slow, model)
     if not model.no_yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
@@ -107,4 +103,4 @@ def _yarn(model: ModelConfig) -> Tensor:
 def _channel_of(turns: float, model: ModelConfig) -> float:
     """Index of the channel pair with this number of turns over the original length."""
     length = model.yarn_original_max_position_embeddings
-    return _rotated_channels(model) * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+    return model.rotated_channels * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))

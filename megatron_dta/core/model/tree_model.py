@@ -43,7 +43,6 @@ class TreeGPTModel(GPTModel):
     Attributes:
         true_vocab_size: rows of the output weight that are tokens; rows beyond are padding and get no probability.
         stage_layers: layers of each virtual pipeline stage, in stage order.
-        first_layer: index in the whole model of this model chunk's first layer; 0 for a whole model.
         has_fused_layers: whether its layers are those of ``fused_layer``.
         adds_to_main_grad: whether gradients are added to the weights' gradient buffers, see ``main_grad``.
         fp32_lm_head: whether logits are float32 in a 16-bit model.
@@ -51,7 +50,6 @@ class TreeGPTModel(GPTModel):
 
     true_vocab_size: int
     stage_layers: tuple[int, ...]
-    first_layer: int
     has_fused_layers: bool = False
     adds_to_main_grad: bool = False
     fp32_lm_head: bool = False

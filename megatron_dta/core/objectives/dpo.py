@@ -53,7 +53,7 @@ def pair_terms(sums: np.ndarray, pairs: np.ndarray, *, beta: float) -> PairTerms
     chosen, rejected = pairs[:, 0], pairs[:, 1]
     z = beta * (sums[chosen] - sums[rejected])
     losses = np.logaddexp(0, -z)
-    slope = -beta * _sigmoid(-z)
+    slope = -beta * np.exp(-np.logaddexp(0, z))  # the sigmoid of -z
     gradient, loss = np.zeros(len(sums)), np.zeros(len(sums))
     np.add.at(gradient, chosen, slope)
     np.subtract.at(gradient, rejected, slope)
@@ -77,7 +77,3 @@ def dpo_loss(logprobs: Tensor, entropy: Tensor, fields: LossFields) -> TokenLoss
     gradient, loss = masked(fields.pair_gradient, mask), masked(fields.pair_loss, mask)
     # The difference is 0 and only carries the gradient; a NaN of the model remains NaN.
     return TokenLosses(gradient * (present - present.detach()) + loss, {"entropy": masked(entropy.detach(), mask)})
-
-
-def _sigmoid(z: np.ndarray) -> np.ndarray:
-    return np.exp(-np.logaddexp(0, -z))

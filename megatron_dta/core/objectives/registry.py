@@ -19,10 +19,6 @@ from megatron_dta.core.objectives.surrogates import SURROGATES, Clip
 from megatron_dta.core.objectives.value import value_loss
 
 
-def _make_sft(config: ObjectiveConfig) -> Objective:
-    return Objective("sft", sft_loss)
-
-
 def _make_policy(config: ObjectiveConfig) -> Objective:
     _check_policy(config)
     correction = None
@@ -55,7 +51,7 @@ def _make_dpo(config: ObjectiveConfig) -> Objective:
 
 
 OBJECTIVES: dict[str, Callable[[ObjectiveConfig], Objective]] = {
-    "sft": _make_sft,
+    "sft": lambda config: Objective("sft", sft_loss),
     "dpo": _make_dpo,
     **dict.fromkeys(SURROGATES, _make_policy),
 }

@@ -51,7 +51,7 @@ def read_npz(path: Path) -> Iterator[tuple[int, Rollout, np.ndarray]]:
                 loss_mask=_mask(turns, end - begin),
                 reward=None if np.isnan(arrays["reward"][i]) else float(arrays["reward"][i]),
                 group_id=group_id,
-                trajectory_id=_trajectory_id(arrays, i, group_id),
+                trajectory_id=f"{group_id}/{arrays['model'][i]}/{arrays['trial'][i]}" if "turn" in arrays else None,
             )
         except InputError as error:
             raise row_error(path, i + 1, error) from None
@@ -124,10 +124,6 @@ def _group_id(arrays: dict[str, np.ndarray], i: int) -> str:
     if not 0 <= group < len(names):
         raise field_error("group", f"is {group}, but group_names has {len(names)} entries")
     return str(names[group])
-
-
-def _trajectory_id(arrays: dict[str, np.ndarray], i: int, group_id: str) -> str | None:
-    return f"{group_id}/{arrays['model'][i]}/{arrays['trial'][i]}" if "turn" in arrays else None
 
 
 def _mask(turns: np.ndarray, length: int) -> np.ndarray:

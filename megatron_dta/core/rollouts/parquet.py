@@ -52,21 +52,10 @@ ROW_GROUP_TOKENS = 1 << 22
 READ_ROWS = 256
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return types.is_floating(kind) or types.is_integer(kind)
-
-
 def _is_text(kind: pa.DataType) -> bool:
     if types.is_dictionary(kind):
         kind = kind.value_type
     return types.is_string(kind) or types.is_large_string(kind)
-
-
-def _entry_check(kind: pa.DataType) -> tuple[Callable[[pa.DataType], bool], str]:
-    """Which types are accepted for one that is written, and the word for them."""
-    if types.is_floating(kind):
-        return _is_number, "number"
-    return (types.is_integer, "integer") if types.is_integer(kind) else (_is_text, "string")
 
 
 def _is_list(name: str) -> bool:
@@ -80,7 +69,10 @@ def _accepted(name: str) -> tuple[Callable[[pa.DataType], bool], str]:
     if name == "loss_mask":
         return (lambda kind: types.is_boolean(kind) or types.is_integer(kind)), "list of booleans"
     kind = SCHEMA.field(name).type
-    check, word = _entry_check(kind.value_type if _is_list(name) else kind)
+    entry = kind.value_type if _is_list(name) else kind
+    check, word = (types.is_integer, "integer") if types.is_integer(entry) else (_is_text, "string")
+    if types.is_floating(entry):
+        check, word = (lambda kind: types.is_floating(kind) or types.is_integer(kind)), "number"
     return check, f"list of {word}s" if _is_list(name) else word
 
 

@@ -182,5 +182,5 @@ class _CausalContext(AttentionContext):
 def _logits(model: TreeGPTModel, sample: TrainingSample, device: torch.device) -> Tensor:
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64)).to(device)
     positions = torch.arange(len(tokens), device=device)
-    context = _CausalContext(position_ids=positions, path_states=WholeSequence())
+    context = _CausalContext(position_ids=positions, path_states=WholeSequence(model.recurrent_layers))
     return model.logits(model(tokens[None], context))

@@ -33,16 +33,15 @@ class GatedDeltaNet(RecurrentLayer):
     recurrence = staticmethod(gated_delta_rule)
 
     def recur(
-        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: tuple[PathStates, int]
+        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: PathStates
     ) -> Tensor:
-        (q, k, v), (beta, alpha), (bias, decay), (states, ranks) = kinds, of_heads, vectors, paths
+        (q, k, v), (beta, alpha), (bias, decay) = kinds, of_heads, vectors
         key_size, value_size = self.sizes.head_state
         q, k = (part.unflatten(1, (-1, key_size)) for part in (q, k))
         v = v.unflatten(1, (-1, value_size))
         dtype = accumulation_dtype(v.dtype)
         g = -decay.to(dtype).exp() * F.softplus(alpha.to(dtype) + bias.to(dtype))
-        state = self.recurrent_shape.divided(ranks).state
-        return states.recur(self.layer_number, self.recurrence, (q, k, v, g, beta.sigmoid()), state)
+        return paths.recur(self.layer_number, self.recurrence, (q, k, v, g, beta.sigmoid()))
 
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """RMSNorm of each head [n, J, V], times ``silu(gate)``."""

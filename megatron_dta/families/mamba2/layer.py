@@ -42,16 +42,15 @@ class Mamba2(RecurrentLayer):
         return super().initial_vectors() | {"dt_bias": steps + torch.log(-torch.expm1(-steps))}
 
     def recur(
-        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: tuple[PathStates, int]
+        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: PathStates
     ) -> Tensor:
-        (x, b, c), (dt,), (bias, decay, skip), (states, ranks) = kinds, of_heads, vectors, paths
+        (x, b, c), (dt,), (bias, decay, skip) = kinds, of_heads, vectors
         key_size, value_size = self.sizes.head_state
         b, c = (part.unflatten(1, (-1, key_size)) for part in (b, c))
         x, dtype = x.unflatten(1, (-1, value_size)), accumulation_dtype(x.dtype)
         step = F.softplus(dt.to(dtype) + bias.to(dtype))
         values, decays = (x * step.unsqueeze(-1)).to(x.dtype), -decay.to(dtype).exp() * step
-        state = self.recurrent_shape.divided(ranks).state
-        y = states.recur(self.layer_number, self.recurrence, (c, b, values, decays), state)
+        y = paths.recur(self.layer_number, self.recurrence, (c, b, values, decays))
         return (y + skip.to(dtype).unsqueeze(-1) * x).to(x.dtype)
 
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
     if model.num_experts is None:
         return
     _check_router(model)
-    _check_layers(model)
+    _ = model.moe_layers  # raises if the pattern does not match the number of layers
+    if not model.disable_bias_linear:
+        raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
     _check_division(model, parallel)
 
 
@@ -42,12 +44,6 @@ def _check_router(model: ModelConfig) -> None:
             )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         raise InputError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
-
-
-def _check_layers(model: ModelConfig) -> None:
-    _ = model.moe_layers  # raises if the pattern does not match the number of layers
-    if not model.disable_bias_linear:
-        raise InputError("--num-experts needs --disable-bias-linear: Megatron's experts cannot train a bias; add it")
 
 
 def _check_division(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -77,9 +77,7 @@ class SteppedStates:
         address = self._addresses[self._layer_rows[layer_number]]
         return convolution_step(rows_NC, weight_CW, address, self._slots, self._positions, bias_C)
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         from dta_kernels.recurrence.decode_kernels import recurrence_step
 
         address = self._addresses[self._layer_rows[layer_number]]
@@ -152,9 +150,7 @@ class PassStates:
             self._filtered[layer_number] = rows_NC[self._kept]
         return short_convolution(rows_NC, before, weight_CW, layout, bias_C)
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         states = self._owner.states[layer_number]
         entry = states[self._slots]
         output, exits = recurrence(tuple(inputs), _begun_or_zero(entry, self._begun), self._runs)

@@ -9,7 +9,7 @@ Legend: N tokens of the pass, C channels, W width of the convolution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,29 +47,24 @@ class PathStates(Protocol):
             layer_number: 1-based number of the layer.
         """
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
-        """Output [N, ...] of ``recurrence`` for ``inputs`` [N, ...], each token after its path.
-
-        Args:
-            state: shape of a state.
-        """
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Output [N, ...] of ``recurrence`` for ``inputs`` [N, ...], each token after its path."""
 
 
 class WholeSequence:
-    """A pass over one whole sequence, before which there is nothing."""
+    """A pass over one whole sequence, before which there is nothing, through ``layers`` of a model."""
+
+    def __init__(self, layers: Mapping[int, RecurrentShape]) -> None:
+        self._layers = layers
 
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         channels, width = weight_CW.shape
         padded = functional.pad(rows_NC.t(), (width - 1, 0))
         return functional.silu(functional.conv1d(padded, weight_CW.unsqueeze(1), bias_C, groups=channels)).t()
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)
-        entry = torch.zeros(1, *state, dtype=dtype, device=inputs[0].device)
+        entry = torch.zeros(1, *self._layers[layer_number].state, dtype=dtype, device=inputs[0].device)
         return recurrence(tuple(inputs), entry, Runs.of_lengths([len(inputs[0])], entry.device))[0]
 
 
@@ -79,8 +74,6 @@ class NoTokens:
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         return rows_NC + weight_CW.sum(1) + (0 if bias_C is None else bias_C)
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         values = inputs[2]
         return values + sum(tokens.sum() for tokens in inputs)

@@ -191,21 +191,21 @@ class RecurrentLayer(MegatronModule):
             vectors = [vector.chunk(ranks)[group.rank] for vector in vectors]
         filtered, *of_heads = (part[:num_tokens] for part in rows)
         filtered = paths.convolve(self.layer_number, filtered, filters, bias)
-        out = self.recur(self.by_kind(filtered, 1, ranks), of_heads, vectors, (paths, ranks))
+        out = self.recur(self.by_kind(filtered, 1, ranks), of_heads, vectors, paths)
         missing = mixed.shape[0] * ranks - num_tokens
         out = F.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
         out = out if group is None else ToRows.apply(group, out)
         return self.gated(out, parts[sizes.gate].reshape(out.shape)).flatten(1)
 
     def recur(
-        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: tuple[PathStates, int]
+        self, kinds: tuple[Tensor, ...], of_heads: list[Tensor], vectors: list[Tensor], paths: PathStates
     ) -> Tensor:
         """Output [N, J, V] of the recurrence.
 
         Args:
             kinds: the filtered sections of the tokens.
             of_heads, vectors: the numbers and the parameters of the heads.
-            paths: the states of the pass's paths, and the context ranks that divide the heads of the tensor rank.
+            paths: the states of the pass's paths.
         """
         raise NotImplementedError
 

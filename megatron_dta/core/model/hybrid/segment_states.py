@@ -99,9 +99,7 @@ class SegmentPathStates:
     def convolve(self, layer_number: int, rows_NC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         return _Convolution.apply(rows_NC, weight_CW, bias_C, self, self.pool.row_of_layer[layer_number])
 
-    def recur(
-        self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor], state: tuple[int, ...]
-    ) -> Tensor:
+    def recur(self, layer_number: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         return _Recurrence.apply(self, self.pool.row_of_layer[layer_number], recurrence, *inputs)
 
     def entry_rows(self, layer: int) -> Tensor:

@@ -63,8 +63,8 @@ class MemoryBudget:
         """Bytes that a step's tensors may take on a pipeline rank."""
         return (self.gib * GIB - self.constant[rank]) * (1 - UNDIVIDED)
 
-    def needed_gib(self, rank: int, missing: float) -> float:
-        """The limit with which ``missing`` bytes more are available on a pipeline rank."""
+    def needed_gib(self, missing: float) -> float:
+        """The limit with which ``missing`` bytes more are available on every pipeline rank."""
         return self.gib + missing / (1 - UNDIVIDED) / GIB
 
 

@@ -144,7 +144,7 @@ def out_of_memory_error(
     memory: MemoryBudget, rank: int, missing: float, tree: PrefixTree, segment_tokens: int, memory_tokens: int | None
 ) -> InputError:
     """The error for a step that lacks ``missing`` bytes on pipeline rank ``rank``; it names a limit that suffices."""
-    constant, needed = memory.constant[rank] / GIB, memory.needed_gib(rank, missing)
+    constant, needed = memory.constant[rank] / GIB, memory.needed_gib(missing)
     enough = math.ceil(100 * needed + 1e-6) / 100
     longest = int(tree.sequence_lengths.max(initial=0))
     in_flight = f"with {memory_tokens} tokens in flight" if memory_tokens else f"of sequences of {longest} tokens"
