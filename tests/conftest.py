@@ -102,6 +102,14 @@ def seed_all(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def assert_equal_tensors(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same names, with the same values bit for bit."""
+    import torch
+
+    assert actual.keys() == expected.keys()
+    assert [name for name, values in expected.items() if not torch.equal(actual[name], values)] == []
+
+
 @pytest.fixture(autouse=True)
 def _deterministic_mode_ends_with_the_test() -> Iterator[None]:
     """``--deterministic-mode`` is a setting of the process."""

@@ -1,7 +1,14 @@
 """Random rollouts and their exact comparison, for the tests of rollout files."""
 
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from conftest import seed_all
+from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.rollouts.load import load_rollouts
 from megatron_dta.core.rollouts.record import FIELD_NAMES, Rollout
 
 # Two sequences of 4 and 3 tokens, with two turns and one.
@@ -45,3 +52,27 @@ def assert_same(actual: Rollout, expected: Rollout) -> None:
         else:
             assert a == b, name
             assert type(a) is type(b), name
+
+
+def assert_refused(path: Path, *parts: str, **options: object) -> None:
+    """Loading raises an ``InputError`` of one line that names the file and has all ``parts``."""
+    with pytest.raises(InputError, match=".*".join(parts)) as caught:
+        load_rollouts(path, **options)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert message.isprintable()
+
+
+def check_failed_write(path: Path, write: Callable[[Path, Iterable[Rollout]], None]) -> None:
+    """A write that fails leaves the old file, and nothing beside it."""
+    path.write_text("old")
+
+    def rollouts() -> Iterator[Rollout]:
+        yield random_rollout(seed_all(0))
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        write(path, rollouts())
+    assert path.read_text() == "old"
+    assert len(list(path.parent.iterdir())) == 1

@@ -7,7 +7,7 @@ from megatron_dta.core.config import ModelConfig, ObjectiveConfig, TreeConfig
 from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.core.objectives.registry import make_objective
-from megatron_dta.extras.parity import random_training_samples
+from megatron_dta.extras.parity import random_training_samples, run_tree
 
 VOCABULARY = 7
 TEMPERATURE = 0.7
@@ -65,6 +65,14 @@ def check_siblings(before: list[np.ndarray], after: list[np.ndarray]) -> None:
     """The middle one of ``siblings`` changed; no bit of the logprobs of the others did."""
     same = [np.array_equal(first, other) for first, other in zip(before, after, strict=True)]
     assert same == [True, False, True]
+
+
+def check_trained_siblings(model: ModelConfig, weights: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> None:
+    """``check_siblings`` for the logprobs of a step, with segments of each of ``sizes``."""
+    for segment_tokens in sizes:
+        tree = tree_config("dta", segment_tokens)
+        both = (run_tree(model, weights, siblings(changed), GRPO, tree)[0].logprobs for changed in (False, True))
+        check_siblings(*both)
 
 
 def tree_config(mode: str, segment_tokens: int, activation_tokens: int | None = None, **settings: object) -> TreeConfig:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from fused_layers_cases import fused
 from main_grad_cases import DIRECT, Wrapped
 from megatron_dta.core.common.errors import InputError
@@ -67,8 +67,7 @@ def test_equals_the_run_without_offload_bit_for_bit(case, fraction, segment_toke
     assert outcome.loss == without.loss
     for logprobs, other in zip(outcome.logprobs, without.logprobs, strict=True):
         np.testing.assert_array_equal(logprobs, other)
-    for name, gradient in without.gradients.items():
-        assert torch.equal(outcome.gradients[name], gradient), name
+    assert_equal_tensors(outcome.gradients, without.gradients)
     assert compare_outcomes(outcome, expected).largest() < 1e-12
 
 
@@ -95,9 +94,8 @@ def test_the_kernels_of_training_see_the_same_slots():
         wrapped.engine = TreeEngine(wrapped.optimizer.chunks, TEMPERATURE, 5, tree_attention_impl="triton")
         wrapped.engine.offload_kv(fraction)
         gradients.append(wrapped.gradients(samples, tree_config("dta", 6)))
-    for name, gradient in gradients[0].items():
-        assert gradient.isfinite().all()
-        assert torch.equal(gradients[1][name], gradient), name
+    assert all(gradient.isfinite().all() for gradient in gradients[0].values())
+    assert_equal_tensors(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("fault", ["keys stay", "gradients stay", "gradients vanish"])

@@ -17,15 +17,7 @@ from megatron_dta.families.latent_attention import sizes
 from precision import tree_over_dense
 from rollout_forest import Drive, run_forest, started
 from sampling_cases import make_model
-from tree_engine_cases import (
-    GRPO,
-    TEMPERATURE,
-    branching_sequences,
-    check_siblings,
-    model_config,
-    siblings,
-    tree_config,
-)
+from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, check_trained_siblings, model_config, tree_config
 
 
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
@@ -56,11 +48,7 @@ def test_bfloat16_tree_is_as_near_to_float32_as_bfloat16_dense():
 def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
     model = model_config(dtype, **(WIDE | EXPERTS))
     weights = latent_weights(model, seed=8)
-    for segment_tokens in (4, 16, 200):
-        tree = tree_config("dta", segment_tokens)
-        check_siblings(
-            *(run_tree(model, weights, siblings(changed), GRPO, tree)[0].logprobs for changed in (False, True))
-        )
+    check_trained_siblings(model, weights, (4, 16, 200))
 
 
 @pytest.mark.parametrize("static_passes", [False, True])

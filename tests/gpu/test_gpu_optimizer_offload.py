@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import assert_equal_tensors
 from megatron_dta.training.checkpoint.files import find_checkpoint
 from megatron_dta.training.checkpoint.save_load import load_checkpoint, save_checkpoint
 from optimizer_states_cases import RATES, Run
@@ -44,6 +45,4 @@ def test_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     restored = Run(7, KINDS[kind])
     load_checkpoint(find_checkpoint(tmp_path), restored.config, restored.model, restored.optimizer)
     assert [restored.step(number) for number in range(2, 4)] == expected
-    there = straight.weights()
-    for name, values in restored.weights().items():
-        assert torch.equal(values, there[name]), name
+    assert_equal_tensors(restored.weights(), straight.weights())

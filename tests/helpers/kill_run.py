@@ -9,7 +9,6 @@ Training processes are forked off this one, which has imported everything, so a 
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -25,6 +24,7 @@ import numpy as np
 
 from forked import rank_variables
 from megatron_dta.training.checkpoint.files import find_checkpoint
+from resume_cases import rows_without_timing
 from resume_worker import train_in_child
 from rollout_runs import Runs
 
@@ -145,11 +145,6 @@ def kill_at(run: Run, folder: Path, moment: str, start_s: float, step_s: float, 
 def rows_written(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def rows_without_timing(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "timing"} for row in rows]
 
 
 def saved_iteration(folder: Path) -> int:

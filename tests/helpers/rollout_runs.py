@@ -73,10 +73,5 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: values.detach().clone() for name, values in weights.iterate()}
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
 def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

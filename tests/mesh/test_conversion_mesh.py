@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from conversion_cases import (
     architecture_in,
     save_huggingface,
@@ -79,12 +79,6 @@ def on_mesh(rank: int, jobs: list[tuple[Path, ParallelConfig]]) -> list[dict[str
     return results
 
 
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(actual[name], values), name
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder_of_case = {}
@@ -103,8 +97,8 @@ def check_mesh(folders: dict[str, Path], cases: list[tuple[str, ParallelConfig]]
         covered = {name: torch.zeros_like(values) for name, values in expected.items()}
         for rank, rank_result in enumerate(ranks):
             assert rank_result["same"]
-            assert_same(rank_result["all"], expected)
-            assert_same(rank_result["first"], expected if rank == 0 else {})
+            assert_equal_tensors(rank_result["all"], expected)
+            assert_equal_tensors(rank_result["first"], expected if rank == 0 else {})
             for name, shape, offsets, values in rank_result["shards"]:
                 assert shape == tuple(expected[name].shape)
                 where = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
@@ -112,7 +106,7 @@ def check_mesh(folders: dict[str, Path], cases: list[tuple[str, ParallelConfig]]
                 covered[name][where] += 1
         assert all((counts >= 1).all() for counts in covered.values())
         back = to_huggingface(ranks[0]["saved"], source / "hf", folder / f"back{index}")
-        assert_same(tensors_in(back), expected)
+        assert_equal_tensors(tensors_in(back), expected)
 
 
 def test_two_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -173,14 +167,14 @@ def test_training_starts_from_and_leaves_a_checkpoint(run_folder: Path, tmp_path
     (trained, printed), *_ = run_on_ranks(train, [f"{command} {tmp_path}/one"], 1, tmp_path / "run1")[0]
     start = tensors_in(run_folder / "hf")
     for (weights, text), *_ in together:
-        assert_same(weights, tensors_in(tmp_path / "mesh"))
+        assert_equal_tensors(weights, tensors_in(tmp_path / "mesh"))
         for name, values in trained.items():
             assert torch.allclose(weights[name], values, atol=1e-5), name
         assert f"saved {tmp_path}/mesh" in text
     assert f"starting from the weights of {run_folder}/hf" in printed
-    assert_same(trained, tensors_in(tmp_path / "one"))
+    assert_equal_tensors(trained, tensors_in(tmp_path / "one"))
     assert sum(not torch.equal(values, start[name]) for name, values in trained.items()) > 20
     assert (tmp_path / "mesh" / "tokenizer.model").read_bytes() == (run_folder / "hf" / "tokenizer.model").read_bytes()
     assert not list(tmp_path.glob("*.unfinished"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mesh", dtype="auto")
-    assert_same({name: model.state_dict()[name] for name in trained}, tensors_in(tmp_path / "mesh"))
+    assert_equal_tensors({name: model.state_dict()[name] for name in trained}, tensors_in(tmp_path / "mesh"))

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoint_mesh_cases import EXPERTS, ONE, TP2, assert_same_tensors, in_bf16, stretches, tensors_of
 from checkpoint_worker import MODEL, run_stretches
+from conftest import assert_equal_tensors
 from latent_cases import SIZES
 from megatron_dta.core.config import ParallelConfig
 from mesh_worker import run_on_ranks
@@ -65,7 +65,4 @@ def test_the_base_stays_the_same(folder: Path, case: str) -> None:
     expected = tensors_of(folder / case / "one" / "base")
     assert not any("_adapter" in name for name in expected)
     for path in (folder / case).iterdir():
-        actual = tensors_of(path / "base")
-        assert actual.keys() == expected.keys()
-        for name, values in expected.items():
-            assert torch.equal(values, actual[name]), f"{path.name} {name}"
+        assert_equal_tensors(tensors_of(path / "base"), expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.config.checks.mesh import check_tensor_parallel, check_world_size
@@ -156,9 +156,7 @@ def test_initial_weights_do_not_depend_on_the_tensor_size(suite, results):
     """On a CPU every rank draws the whole weights from one random state and keeps its part."""
     model = _with_even_vocabulary(suite)
     unsharded = join_shards([rank.initial for rank in results["tp2-sp initial"]], model)
-    expected = weights_of(model, seed=5)
-    assert unsharded.keys() == expected.keys()
-    assert all(torch.equal(unsharded[name], weight) for name, weight in expected.items())
+    assert_equal_tensors(unsharded, weights_of(model, seed=5))
 
 
 def _with_even_vocabulary(suite: MeshSuite) -> ModelConfig:

@@ -7,22 +7,17 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
-from mesh_trainer_cases import EXPERTS, GRPO, SAMPLED, STORED, _compare, train_on_rank
+from mesh_trainer_cases import EXPERTS, SAMPLED, SHARDED, STORED, _compare, train_on_rank, write_stored
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
-from trainer_cases import make_rollouts
 
 EP = "--expert-model-parallel-size 2"
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
-    rollouts = make_rollouts(seed_all(3), 12, 4)
-    write_rollouts(path / "train.jsonl", rollouts)
-    write_rollouts(path / "held_out.jsonl", rollouts[:10])
-    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl {EXPERTS}"
+    stored = f"{STORED} {write_stored(path)} {EXPERTS}"
     half = stored.replace("--train-iters 3", "--train-iters 2")
     sampled = f"{SAMPLED} {EXPERTS}"
 

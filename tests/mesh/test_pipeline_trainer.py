@@ -5,15 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from conftest import seed_all
 from megatron_dta.core.planning.pipeline.timeline import WORK_KINDS
-from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.monitor.timeline_files import read_timelines
-from mesh_trainer_cases import GRPO, SHAPE, SHARDED, _compare, train_on_rank
 from mesh_trainer_cases import SAMPLED as ONE_LAYER
+from mesh_trainer_cases import SHAPE, SHARDED, _compare, train_on_rank, write_stored
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
-from trainer_cases import make_rollouts
 
 LAYERS = SHAPE.replace("--num-layers 2", "--num-layers 4")
 STORED = f"{LAYERS} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 14"
@@ -26,11 +23,7 @@ VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 def folder(tmp_path_factory) -> Path:
     """Holds what runs on one, two and four processes have left behind; all start from the same weights."""
     path = tmp_path_factory.mktemp("runs")
-    rollouts = make_rollouts(seed_all(3), 12, 4)
-    write_rollouts(path / "train.jsonl", rollouts)
-    write_rollouts(path / "held_out.jsonl", rollouts[:10])
-    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
-    stored += " --make-vocab-size-divisible-by 2"
+    stored = f"{STORED} {write_stored(path)} --make-vocab-size-divisible-by 2"
 
     def start(name: str, base: str) -> tuple[str, str | None]:
         return f"{base.replace('--train-iters 3', '--train-iters 1')} --save {path}/{name}-start", None

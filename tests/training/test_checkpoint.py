@@ -10,7 +10,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from checkpoint_cases import MODEL, Run
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from conversion_cases import save_huggingface, to_megatron
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.build import build_model
@@ -32,12 +32,6 @@ from tool_runs import run_tool
 BF16 = replace(MODEL, bf16=True, params_dtype=torch.bfloat16)
 
 
-def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, values in left.items():
-        assert torch.equal(values, right[name]), name
-
-
 def test_weights_alone(tmp_path: Path) -> None:
     """--finetune: also from a checkpoint without our state, and into another dtype."""
     run = Run(1)
@@ -49,11 +43,11 @@ def test_weights_alone(tmp_path: Path) -> None:
         assert find_checkpoint(path) == path
         other = build_model(MODEL, torch.device("cpu"))
         load_weights(path, MODEL, other)
-        assert_same_weights(dict(other.named_parameters()), run.weights())
+        assert_equal_tensors(dict(other.named_parameters()), run.weights())
     rounded = build_model(BF16, torch.device("cpu"))
     load_weights(full, BF16, rounded)
-    for name, values in run.weights().items():
-        assert torch.equal(dict(rounded.named_parameters())[name], values.bfloat16())
+    halves = {name: values.bfloat16() for name, values in run.weights().items()}
+    assert_equal_tensors(dict(rounded.named_parameters()), halves)
     with pytest.raises(InputError, match="add --finetune"):
         run.load(bare)
     with pytest.raises(InputError, match="--hidden-size is 24 there and 48 here"):
@@ -132,10 +126,10 @@ def test_an_interrupted_save_leaves_the_last_good_one(tmp_path: Path, monkeypatc
     assert not list(tmp_path.glob("*.tmp"))
     other = Run(2)
     other.load(find_checkpoint(tmp_path))
-    assert_same_weights(other.weights(), before)
+    assert_equal_tensors(other.weights(), before)
     run.save(tmp_path, 2)
     other.load(find_checkpoint(tmp_path))
-    assert_same_weights(other.weights(), run.weights())
+    assert_equal_tensors(other.weights(), run.weights())
     shutil.rmtree(tmp_path)
 
 

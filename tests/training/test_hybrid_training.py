@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from conversion_cases import save_huggingface, tensors_in
 from hybrid_cases import NEMOTRON_EXPERTS, SIZES, hybrid_flags, hybrid_model
 from lora_training_cases import convert
@@ -44,12 +44,10 @@ def test_a_continued_run_is_the_unbroken_one(rollouts: str, model_flags: str, tm
     _, output = run(f"{arguments} --train-iters 2 --save {tmp_path}/parts", model_flags)
     assert "continuing" in output
     expected, resumed = final_tensors(tmp_path / "whole"), final_tensors(tmp_path / "parts")
-    assert expected.keys() == resumed.keys()
     # Megatron's names: the sections of fused projections are stored apart.
     sections = ("self_attention.in_proj.weight.alpha", "self_attention.in_proj.weight.dt")
     assert any(name.endswith(sections) for name in expected)
-    for name, values in expected.items():
-        assert torch.equal(values, resumed[name]), name
+    assert_equal_tensors(resumed, expected)
     assert rows_without_timing(tmp_path / "parts") == rows_without_timing(tmp_path / "whole")
 
 
@@ -113,8 +111,7 @@ def test_adapters_resume_merge_and_export(case: str, rollouts: str, tmp_path: Pa
     stored = {"qwen3-next": "in_proj_adapter.lora_B.alpha", "nemotron-h": "in_proj_adapter.lora_B.dt"}
     adapter = stored.get(case, "linear_kv_down_proj_adapter.lora_B")
     assert any(name.endswith(f"self_attention.{adapter}") for name in expected)
-    for name, values in expected.items():
-        assert torch.equal(values, resumed[name]), name
+    assert_equal_tensors(resumed, expected)
     first, merged = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "merged")
     from_files = tensors_in(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "from-files"))
     peft = load_file(convert(tmp_path / "run", tmp_path / "hf", tmp_path / "peft", "--adapter-only") / ADAPTER_WEIGHTS)

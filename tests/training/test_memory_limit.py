@@ -26,21 +26,12 @@ from megatron_dta.training.constant_memory import constant_bytes
 from megatron_dta.training.loop import Trainer
 from megatron_dta.training.optimizer.build import TrainingOptimizer, data_parallel_chunks
 from trainer_cases import MODEL, make_rollouts, make_trainer, rows_of
+from tree_engine_cases import model_config
 
 
 def tiny_model(dtype: torch.dtype = torch.float64) -> ModelConfig:
-    return ModelConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=40,
-        swiglu=True,
-        disable_bias_linear=True,
-        params_dtype=dtype,
-    )
+    sizes = dict(hidden_size=16, ffn_hidden_size=32, kv_channels=4, vocab_size=40, max_position_embeddings=4096)
+    return model_config(dtype, init_method_std=0.02, **sizes)
 
 
 def test_gradients_do_not_depend_on_the_memory() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel import megatron_patches
 from megatron_dta.training.checkpoint.files import find_checkpoint
@@ -33,11 +33,6 @@ def bfloat16_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_patches._NoStream, "wait", lambda self, stream: None, raising=False)
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    for name, values in left.items():
-        assert torch.equal(values, right[name]), name
-
-
 @pytest.mark.parametrize("then", [OFFLOAD, RATES], ids=["offloaded", "on the GPU"])
 def test_a_run_with_offloaded_states_resumes(bfloat16_is_a_gpu: None, tmp_path: Path, then: OptimizationConfig) -> None:
     seed = int(seed_all(4).integers(1 << 30))
@@ -55,7 +50,7 @@ def test_a_run_with_offloaded_states_resumes(bfloat16_is_a_gpu: None, tmp_path: 
     outcomes = [restored.step(number) for number in range(3, 6)]
     if then is OFFLOAD:
         assert outcomes == expected
-        assert_same(restored.weights(), weights)
+        assert_equal_tensors(restored.weights(), weights)
     else:
         assert [norm for norm, _ in outcomes] == pytest.approx([norm for norm, _ in expected], rel=1e-3)
         for name, values in restored.weights().items():
@@ -130,8 +125,7 @@ def test_training_goes_on_bit_for_bit_after_an_offload():
     assert not any(buffer.any() for buffer in gradients)
     losses += [run.step(number) for number in range(2, 4)]
     assert losses == expected
-    for name, values in run.weights().items():
-        assert torch.equal(values, expected_weights[name]), name
+    assert_equal_tensors(run.weights(), expected_weights)
 
 
 @pytest.mark.parametrize("constant", [False, True])

@@ -13,17 +13,10 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.parquet import write_parquet
 from megatron_dta.core.rollouts.record import Rollout
-from rollout_cases import assert_same, random_rollout
+from rollout_cases import assert_refused, assert_same, check_failed_write, random_rollout
 from rollouts_fuzz_cases import damage
 
 GOOD = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "a"}
-
-
-def assert_refused(path: Path, reason: str) -> None:
-    with pytest.raises(InputError, match=reason) as caught:
-        load_rollouts(path, vocab_size=100)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert str(caught.value).isprintable()
 
 
 def test_round_trip_is_exact_in_many_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,17 +40,7 @@ def _as_jsonl(path: Path, rollouts: list[Rollout]) -> str:
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    path.write_text("old")
-
-    def rollouts():
-        yield random_rollout(seed_all(0))
-        raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        write_parquet(path, rollouts())
-    assert path.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
+    check_failed_write(tmp_path / "r.parquet", write_parquet)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +82,7 @@ def test_columns_of_other_widths(tmp_path: Path, entries: pa.DataType, text: pa.
 def test_bad_columns(tmp_path: Path, columns: dict, reason: str) -> None:
     good = {key: pa.array([value]) for key, value in GOOD.items()}
     pq.write_table(pa.table(good | columns), tmp_path / "r.parquet")
-    assert_refused(tmp_path / "r.parquet", reason)
+    assert_refused(tmp_path / "r.parquet", reason, vocab_size=100)
 
 
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:

@@ -68,14 +68,19 @@ def train_on_rank(rank: int, jobs: list[tuple[str, str | None]]) -> list[dict[st
     return results
 
 
+def write_stored(path: Path) -> str:
+    """Write rollouts to train and to evaluate on; returns the flags of a run with them."""
+    rollouts = make_rollouts(seed_all(3), 12, 4)
+    write_rollouts(path / "train.jsonl", rollouts)
+    write_rollouts(path / "held_out.jsonl", rollouts[:10])
+    return f"{GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Holds what runs on one and two processes have left behind."""
     path = tmp_path_factory.mktemp("runs")
-    rollouts = make_rollouts(seed_all(3), 12, 4)
-    write_rollouts(path / "train.jsonl", rollouts)
-    write_rollouts(path / "held_out.jsonl", rollouts[:10])
-    stored = f"{STORED} {GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
+    stored = f"{STORED} {write_stored(path)}"
 
     def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
         return f"{base} {flags} --save {path}/{name}", terminated

@@ -22,9 +22,8 @@ from tree_engine_cases import (
     QWEN3,
     TEMPERATURE,
     branching_sequences,
-    check_siblings,
+    check_trained_siblings,
     model_config,
-    siblings,
     tree_config,
     weights_of,
 )
@@ -132,11 +131,7 @@ def test_a_sibling_changes_no_bit_of_another_sequence(dtype):
     """Other tokens in a sibling branch, in the same or another segment."""
     model = model_config(dtype, **QWEN3)
     weights = weights_of(model, seed=8)
-    for segment_tokens in (4, 200):
-        tree = tree_config("dta", segment_tokens)
-        check_siblings(
-            *(run_tree(model, weights, siblings(changed), GRPO, tree)[0].logprobs for changed in (False, True))
-        )
+    check_trained_siblings(model, weights, (4, 200))
 
 
 def test_smallest_budget_keeps_one_path_in_flight(references):

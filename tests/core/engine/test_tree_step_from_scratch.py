@@ -5,12 +5,12 @@ import pytest
 import torch
 
 import tree_step_from_scratch as tree_step
-from megatron_dta.core.config import ModelConfig, ObjectiveConfig
+from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import run_tree
 from megatron_dta.extras.parity.huggingface import to_huggingface
-from tree_engine_cases import tree_config, weights_of
+from tree_engine_cases import model_config, tree_config, weights_of
 
 
 def test_it_equals_separate_sequences(capsys: pytest.CaptureFixture) -> None:
@@ -24,7 +24,7 @@ def test_it_equals_separate_sequences(capsys: pytest.CaptureFixture) -> None:
 def test_the_engine_gives_the_same(tied: bool) -> None:
     torch.manual_seed(2)
     rollouts = tree_step.random_rollouts()
-    model = ModelConfig(
+    model = model_config(
         num_layers=tree_step.LAYERS,
         hidden_size=tree_step.CHANNELS,
         ffn_hidden_size=tree_step.FEED_FORWARD,
@@ -34,12 +34,9 @@ def test_the_engine_gives_the_same(tied: bool) -> None:
         vocab_size=tree_step.VOCABULARY,
         make_vocab_size_divisible_by=1,
         max_position_embeddings=100,
-        swiglu=True,
-        disable_bias_linear=True,
         norm_epsilon=1e-6,
         init_method_std=0.2,
         untie_embeddings_and_output_weights=not tied,
-        params_dtype=torch.float64,
     )
     engine_weights = weights_of(model, seed=3)
     weights = {name: x.clone().requires_grad_() for name, x in to_huggingface(engine_weights, model).items()}

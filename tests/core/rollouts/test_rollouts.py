@@ -12,7 +12,7 @@ from megatron_dta.core.rollouts.jsonl import write_jsonl
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns
-from rollout_cases import GOOD_NPZ, assert_same, random_rollout
+from rollout_cases import GOOD_NPZ, assert_same, check_failed_write, random_rollout
 
 # ---------------------------------------------------------------------------------------------------- round trips
 
@@ -31,17 +31,7 @@ def test_round_trip_is_exact(tmp_path: Path, seed: int) -> None:
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text("old")
-
-    def rollouts():
-        yield random_rollout(seed_all(0))
-        raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        write_jsonl(path, rollouts())
-    assert path.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
+    check_failed_write(tmp_path / "r.jsonl", write_jsonl)
 
 
 def test_write_refusals(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import REPOSITORY
-from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts
-from rollout_cases import GOOD_NPZ
+from rollout_cases import GOOD_NPZ, assert_refused
 
 GOOD = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "a"}
 BAD_FIELDS = [
@@ -43,15 +42,6 @@ BAD_JSON_TYPES = [
 
 def changed(changes: dict) -> dict:
     return {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
-
-
-def assert_refused(path: Path, *parts: str, **options) -> None:
-    with pytest.raises(InputError, match=".*".join(parts)) as caught:
-        load_rollouts(path, **options)
-    message = str(caught.value)
-    assert str(path) in message
-    assert "\n" not in message
-    assert message.isprintable()
 
 
 @pytest.mark.parametrize(("changes", "field", "reason"), BAD_FIELDS + BAD_JSON_TYPES)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import seed_all
+from conftest import assert_equal_tensors, seed_all
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.wiring.setup import build_trainer
 from mesh_worker import run_on_ranks
-from rollout_runs import Runs, assert_same, metrics_of, weights_of
+from rollout_runs import Runs, metrics_of, weights_of
 from rollout_server_forms import log_softmax
 
 
@@ -54,7 +54,7 @@ def test_three_steps_with_the_weights_pushed_before_each(runs: Runs, kind: str) 
     for server in (first, second):
         assert len(server.loaded) == 3
         for pushed, expected in zip(server.loaded, at_step, strict=False):
-            assert_same(pushed, expected)
+            assert_equal_tensors(pushed, expected)
         assert not server.violations
     assert len(first.bodies) + len(second.bodies) == 3 * 12
     assert len(seen) == 3
@@ -86,7 +86,7 @@ def test_a_resumed_run_trains_on_the_same_rollouts(runs: Runs) -> None:
     broken.metrics.close()
     continued, output = runs.run(f"--train-iters 3 --save {runs.folder / 'broken'} --save-interval 2")
     assert "after step 2" in output
-    assert_same(weights_of(uninterrupted), weights_of(continued))
+    assert_equal_tensors(weights_of(uninterrupted), weights_of(continued))
     expected, resumed = (metrics_of(runs.folder / name) for name in ("whole", "broken"))
     for row in expected + resumed:
         row.pop("timing")
@@ -208,7 +208,7 @@ def test_all_ranks_of_a_mesh_train_on_what_the_first_one_gets(runs: Runs) -> Non
     assert len(server.bodies) - calls == 2 * (2 * 12 + 2 * 7)
     for index in range(len(meshes)):
         first, second = (rank[index]["weights"] for rank in ranks)
-        assert_same(first, second)
+        assert_equal_tensors(first, second)
         for name, values in weights_of(single).items():
             torch.testing.assert_close(first[name], values, rtol=2e-3, atol=2e-4)
         # It has been evaluated with the weights of its end, byte for byte.

@@ -1,18 +1,14 @@
 """Flags of tree sampling: every setting reaches the sampler."""
 
+from arguments_cases import parse
 from conftest import REPOSITORY
 from megatron_dta.sampling.task import build_task
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.source import stop_rules
-from megatron_dta.training.arguments import parse_arguments
 from megatron_dta.training.monitor.benefits import treepo_benefit
 
 BASE = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --task arithmetic --max-position-embeddings 9000 "
 TREE = BASE + "--rollout-method treepo --treepo-segment-length 2 "
-
-
-def parse(line: str):
-    return parse_arguments(line.split())
 
 
 def test_what_trees_have_saved_is_one_sentence():
