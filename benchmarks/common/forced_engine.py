@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round
+from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
@@ -75,26 +76,22 @@ class ForcedEngine(InProcessEngine):
         prompt_forwards = self._prompt_forwards - int(before["forwards"])
         return results, WaveTime(ended - began, self._prompts_over - began, forwards, prompt_forwards, captures)
 
-    def _take(
-        self,
-        rows: list[Request],
-        sampled: list[tuple[np.ndarray, np.ndarray]],
-        drafts: list[np.ndarray] | None,
-        began: float,
-        num_tokens: int,
-        computed: int,
-    ) -> list[Request]:
-        forced, done = [], [row.num_tokens - row.context_length for row in rows]
-        for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
-            record = self._recorded.get(row.generation.key)
-            forced.append((drawn if record is None else record[first : first + len(drawn)], logprobs))
-        ended = super()._take(rows, forced, drafts, began, num_tokens, computed)
-        for row, (drawn, logprobs), first in zip(rows, sampled, done, strict=True):
-            if row.generation.key not in self._recorded:
-                continue
-            count = row.num_tokens - row.context_length - first if drafts is not None else 1
-            tokens, their_logprobs = self.own[row.generation.key]
-            tokens[first : first + count], their_logprobs[first : first + count] = drawn[:count], logprobs[:count]
+    def _take(self, drawn: Drawn, began: float, num_tokens: int, computed: int) -> list[Request]:
+        begins, forced = drawn.counts.cumsum() - drawn.counts, drawn.tokens.copy()
+        done = [row.num_tokens - row.context_length for row in drawn.rows]
+        recorded = [
+            (row, first, begin, count)
+            for row, first, begin, count in zip(drawn.rows, done, begins.tolist(), drawn.counts.tolist(), strict=True)
+            if row.generation.key in self._recorded
+        ]
+        for row, first, begin, count in recorded:
+            forced[begin : begin + count] = self._recorded[row.generation.key][first : first + count]
+        ended = super()._take(replace(drawn, tokens=forced), began, num_tokens, computed)
+        for row, first, begin, _ in recorded:
+            count = row.num_tokens - row.context_length - first if drawn.drafts is not None else 1
+            tokens, logprobs = self.own[row.generation.key]
+            tokens[first : first + count] = drawn.tokens[begin : begin + count]
+            logprobs[first : first + count] = drawn.logprobs[begin : begin + count]
         if 0 in done:
             self._prompts_over, self._prompt_forwards = time.perf_counter(), int(self._counts["forwards"])
         return ended

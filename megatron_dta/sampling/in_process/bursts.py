@@ -17,7 +17,7 @@ The decisions depend only on the scheduler, so all ranks of a tensor group make 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,11 @@ import numpy as np
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, noise_of
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT
+from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.row_states import RowStates
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
-
-Sampled = tuple[np.ndarray, np.ndarray]
-"""Tokens (int32) drawn for one row in a pass or burst, and their logprobs (float64)."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,17 @@ class Flight:
         """The rows that have not ended."""
         return [i for i, row in enumerate(self.rows) if row.is_running]
 
-    def sampled(self, live: Sequence[int]) -> list[Sampled]:
-        """The tokens and logprobs drawn for the rows ``live``; waits for the device."""
-        tokens, logprobs = self.running.read()
-        steps = self.steps.tolist()
-        return [(tokens[: steps[i], i], logprobs[: steps[i], i]) for i in live]
+    def drawn(self) -> Drawn:
+        """What was drawn for the rows that have not ended; waits for the device."""
+        live, (tokens, logprobs) = self.live(), self.running.read()
+        steps = self.steps[live]
+        is_run = np.arange(self.num_passes) < steps[:, None]
+        return Drawn([self.rows[i] for i in live], tokens.T[live][is_run], logprobs.T[live][is_run], steps)
+
+
+def drawn_columns(counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """The last ``widths[i]`` tokens of each row among those of a pass with ``counts[i]`` tokens of each row."""
+    return np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(widths.sum())
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Launcher:
         starts = np.array([row.num_computed_tokens for row in rows])
         drawn = noise_of(rows, drafts, self.params, self.iteration, int(steps.max()))
         noise = np.zeros((len(drawn), int(counts.sum())))
-        noise[:, np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(drawn.shape[1])] = drawn
+        noise[:, drawn_columns(counts, widths)] = drawn
         states = self.states.for_burst(rows, starts, steps)
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
         return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))

@@ -9,37 +9,18 @@ another request may begin, a page is missing or there is no draft, the engine go
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dta.sampling.in_process.bursts import Launcher
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, noise_of
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
+from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
 
 # Positions whose noise is computed at once, and tokens for which pages are reserved beyond a draft.
 _NOISE_AHEAD, _PAGES_AHEAD = 64, 64
-KEPT = 1 << 30
-"""Positions ahead, so that a row keeps all its pages."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a pass has drawn.
-
-    Attributes:
-        rows, drafts: the requests of the pass and their drafts, int32.
-        tokens, logprobs: [n], after each token of the pass.
-        captures: graphs that were captured until its end.
-    """
-
-    rows: list[Request]
-    drafts: list[np.ndarray]
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    captures: int
 
 
 class DraftedRows:
@@ -47,21 +28,26 @@ class DraftedRows:
 
     Args:
         most_tokens: maximum number of tokens of a pass.
-        take: enters what a pass has drawn; its rows keep pages for that many positions. Returns those that have ended.
+        take: enters what a pass has drawn, given the number of graphs captured until its end, and whether the next one
+            has been launched, for which its rows keep pages. Returns those that have ended.
 
     Attributes:
         rows: those that go on with drafts; none if the next pass is planned from the requests.
     """
 
     def __init__(
-        self, launcher: Launcher, drafting: Drafting, most_tokens: int, take: Callable[[Drawn, int], list[Request]]
+        self,
+        launcher: Launcher,
+        drafting: Drafting,
+        most_tokens: int,
+        take: Callable[[Drawn, int, bool], list[Request]],
     ) -> None:
         self.rows = rows = list(launcher.scheduler.running)
         if any(row.num_tokens - row.num_computed_tokens > 1 for row in rows):
             self.rows = rows = []
         self._launcher, self._drafting, self._take = launcher, drafting, take
         self._most_tokens = min(most_tokens, launcher.steps.most_tokens)
-        self._ends, self._drawn, self._ended = launcher.params.eos_ids, None, []
+        self._ends, self._drawn, self._captures, self._ended = launcher.params.eos_ids, None, 0, []
         self._num_tokens = np.array([row.num_tokens for row in rows])
         self._limits = np.array([len(row.tokens) for row in rows])
         self._last = np.array([row.tokens[row.num_tokens - 1] for row in rows], np.int32)
@@ -76,17 +62,17 @@ class DraftedRows:
         pass was run and none has ended."""
         drawn = self._run()
         if drawn is not None:
-            self._drawn = drawn
+            self._drawn, self._captures = drawn, self._launcher.steps.captures
         if drawn is None or not self.rows:
-            self._enter(0)
+            self._enter(False)
             self.rows = []
         ended, self._ended = self._ended, []
         return ended if ended or drawn is not None else None
 
-    def _enter(self, ahead: int) -> None:
+    def _enter(self, runs_on: bool) -> None:
         """Enter what the last pass has drawn."""
         if self._drawn is not None:
-            self._ended += self._take(self._drawn, ahead)
+            self._ended += self._take(self._drawn, self._captures, runs_on)
         self._drawn = None
 
     def _run(self) -> Drawn | None:
@@ -106,7 +92,7 @@ class DraftedRows:
         noise, starts = self._noise_of(columns)[is_run][None], self._num_tokens - 1
         burst = Burst(inputs[is_run], starts, counts, self._tables, self._once, noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
-        self._enter(KEPT)
+        self._enter(True)
         (tokens,), (logprobs,) = running.read()
         drawn = np.full(is_run.shape, -1, np.int32)
         drawn[is_run] = tokens
@@ -121,7 +107,7 @@ class DraftedRows:
         offsets = np.zeros(len(counts) + 1, np.int64)
         (accepted + 1).cumsum(out=offsets[1:])
         drafting.sampled(new, offsets)
-        done = Drawn(self.rows, drafts, tokens, logprobs, launcher.steps.captures)
+        done = Drawn(self.rows, tokens, logprobs, counts, drafts)
         self._num_tokens, self._last = self._num_tokens + accepted + 1, drawn[self._index, accepted]
         if has_ended.any():
             self._keep((~has_ended).nonzero()[0])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.degenerate import DegenerateDetector
-from megatron_dta.sampling.in_process.bursts import Flight, Launcher, Sampled
+from megatron_dta.sampling.in_process.bursts import Flight, Launcher, drawn_columns
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
-from megatron_dta.sampling.in_process.drafted_rows import DraftedRows, Drawn
+from megatron_dta.sampling.in_process.drafted_rows import DraftedRows
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
+from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
-from megatron_dta.sampling.in_process.next_token import EvaluationMode, by_row, next_tokens
+from megatron_dta.sampling.in_process.next_token import EvaluationMode, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
 from megatron_dta.sampling.in_process.pipelined_steps import decode_steps
 from megatron_dta.sampling.in_process.request import Request, check_length
@@ -80,7 +82,7 @@ class InProcessEngine(RolloutEngine):
         self._steps: DecodeSteps | None = None
         self._flight: Flight | None = None  # launched ahead of the tokens that were read
         self._drafted: DraftedRows | None = None
-        self._kept, self._round_seconds = dict[Request, int](), 0.0  # positions for which its rows keep pages
+        self._runs_on, self._round_seconds = False, 0.0  # whether its rows keep the pages of the next pass
         # The states of many requests would take the memory of their K and V.
         most = FEW_REQUESTS if self._states.is_used else MOST_TOKENS * current_mesh().pipeline_size
         self._most_rows = settings.max_requests or most
@@ -210,7 +212,7 @@ class InProcessEngine(RolloutEngine):
     def close(self) -> None:
         counts = self.statistics()
         self._running, self._held = {}, {}
-        self._cache, self._flight, self._drafted, self._kept = None, None, None, {}
+        self._cache, self._flight, self._drafted, self._runs_on = None, None, None, False
         self._states.clear()
         self._scheduler = self._new_scheduler()
         self._scheduler.counts.update((name, int(counts[name])) for name in self._scheduler.counts)
@@ -235,28 +237,26 @@ class InProcessEngine(RolloutEngine):
         most = min(self._settings.max_tokens, self._steps.most_tokens) if is_static else self._settings.max_tokens
         drafts = drafts_of(plan, self.drafting, self._scheduler, most)
         num_drafted = sum(map(len, drafts))
-        ready_drafts = [drafts[i] for i in plan.ready] if num_drafted else None
         num_tokens = sum(plan.counts) + num_drafted
         is_static = is_static and (num_tokens == len(plan.rows) or not self._one_a_row)
         if is_static and num_tokens == len(plan.rows):
             is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.asks_next
             burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
             return self._land(self._launcher().first(plan, drafts, burst), began)
-        rows, sampled = (self._run_static if is_static else self._run_eager)(plan, drafts)
-        return self._take(rows, sampled, ready_drafts, began, num_tokens, 1) if rows else []
+        drawn = (self._run_static if is_static else self._run_eager)(plan, drafts)
+        return self._take(drawn if num_drafted else replace(drawn, drafts=None), began, num_tokens, 1) if drawn else []
 
-    def _take_drawn(self, drawn: Drawn, kept: int) -> list[Request]:
-        """``_take`` of a pass of ``DraftedRows``, whose rows keep pages for ``kept`` positions."""
-        self._count_static(1, drawn.captures)
-        self._kept, began = dict.fromkeys(drawn.rows, kept), time.perf_counter() - self._round_seconds
-        sampled = by_row(drawn.tokens, drawn.logprobs, [len(draft) + 1 for draft in drawn.drafts])
-        finished, self._kept = self._take(drawn.rows, sampled, drawn.drafts, began, len(drawn.tokens), 0), {}
+    def _take_drawn(self, drawn: Drawn, captures: int, runs_on: bool) -> list[Request]:
+        """``_take`` of a pass of ``DraftedRows``; ``runs_on``: the next one has been launched."""
+        self._count_static(1, captures)
+        self._runs_on, began = runs_on, time.perf_counter() - self._round_seconds
+        finished, self._runs_on = self._take(drawn, began, len(drawn.tokens), 0), False
         if self._drafted.rows:  # this is not the last round yet
             self.drafting.ran(self._round_seconds)
         return finished
 
-    def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
-        """Run one pass. Returns the rows that get tokens, and what was drawn after the last and each drafted token."""
+    def _run_eager(self, plan: Pass, drafts: list[np.ndarray]) -> Drawn | None:
+        """Run one pass. Returns what was drawn after the last and each drafted token of the rows that get tokens."""
         cache = self._cache_for(plan)
         starts = np.array([sequence.num_computed_tokens for sequence in plan.rows])
         widths = np.array([len(draft) for draft in drafts])
@@ -277,24 +277,26 @@ class InProcessEngine(RolloutEngine):
         ends[order] = np.cumsum(counts[order])
         rows = self._scheduler.complete(plan)
         if not rows:
-            return [], []
+            return None
         last = [np.arange(ends[i] - widths[i] - 1, ends[i]) for i in ready]
         (last,) = upload([np.concatenate(last)], self._device)
-        noise = noise_of(rows, [drafts[i] for i in ready], self._params, self._iteration)
+        drafts = [drafts[i] for i in ready]
+        noise = noise_of(rows, drafts, self._params, self._iteration)
         (noise,) = upload([noise], self._device, torch.float64)
         drawn = next_tokens(self._model, hidden[last], noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
         tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
-        return rows, by_row(tokens.astype(np.int32), logprobs, widths[ready] + 1)
+        return Drawn(rows, tokens.astype(np.int32), logprobs, widths[ready] + 1, drafts)
 
-    def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> tuple[list[Request], list[Sampled]]:
+    def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> Drawn:
         """Like ``_run_eager`` if all rows get tokens, for a pass with drafts or parts of prompts."""
         flight = self._launcher().first(plan, drafts, 1)
         self._count_static(1)
-        tokens, logprobs = flight.running.read()
+        (tokens,), (logprobs,) = flight.running.read()
         self._scheduler.complete(plan)
-        drawn = zip(by_row(tokens[0], logprobs[0], flight.counts), drafts, strict=True)
-        return plan.rows, [(row[-len(draft) - 1 :], values[-len(draft) - 1 :]) for (row, values), draft in drawn]
+        widths = np.array([len(draft) + 1 for draft in drafts])
+        columns = drawn_columns(flight.counts, widths)
+        return Drawn(plan.rows, tokens[columns], logprobs[columns], widths, drafts)
 
     def _land(self, flight: Flight, began: float) -> list[Request]:
         """Launch the next burst if possible, and take the tokens of ``flight``. Returns the requests that ended."""
@@ -302,8 +304,8 @@ class InProcessEngine(RolloutEngine):
         if self._settings.burst > 1 and not self.drafting.asks_next:
             self._flight = self._launcher().ahead(flight, self._settings.burst)
         self._count_static(flight.num_passes)
-        live = flight.live()
-        return self._take([flight.rows[i] for i in live], flight.sampled(live), None, began, len(live), 0)
+        drawn = flight.drawn()
+        return self._take(drawn, began, len(drawn.rows), 0)
 
     def _launcher(self) -> Launcher:
         return Launcher(self._steps, self._scheduler, self._states, self._cache_for, self._params, self._iteration)
@@ -313,43 +315,31 @@ class InProcessEngine(RolloutEngine):
             self._counts[name] += passes
         self._counts["captures"] = float(self._steps.captures if captures is None else captures)
 
-    def _take(
-        self,
-        rows: list[Request],
-        sampled: list[Sampled],
-        drafts: list[np.ndarray] | None,
-        began: float,
-        num_tokens: int,
-        computed: int,
-    ) -> list[Request]:
-        """Append the accepted and the next sampled tokens to each of ``rows``, whose ``drafts`` are None if no row has
-        one, after passes of ``num_tokens`` tokens that began at ``began``, of which ``computed`` is recorded for each
-        row. Returns the requests that ended."""
-        finished, appended, drafted, flight = [], [], None, self._flight
-        ahead = self._kept if flight is None else dict(zip(flight.rows, flight.steps.tolist(), strict=True))
-        self._undrafted = self._undrafted + 1 if drafts is None else 0
-        if sampled and not np.isfinite(np.concatenate([logprobs for _, logprobs in sampled])).all():
+    def _take(self, drawn: Drawn, began: float, num_tokens: int, computed: int) -> list[Request]:
+        """Append what each row keeps of what was drawn, after passes of ``num_tokens`` tokens that began at ``began``,
+        of which ``computed`` is recorded for each row. Returns the requests that ended."""
+        finished, appended, drafted, runs_on = [], [], None, self._runs_on or self._flight is not None
+        self._undrafted = self._undrafted + 1 if drawn.drafts is None else 0
+        if not np.isfinite(drawn.logprobs).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        ends = self._params.eos_ids
-        for i, (sequence, (tokens, logprobs)) in enumerate(zip(rows, sampled, strict=True)):
-            num_tokens_before = sequence.num_tokens
-            is_end = sequence.append(tokens, logprobs, None if drafts is None else drafts[i], ends)
-            appended.append(tokens[: sequence.num_tokens - num_tokens_before])
-            if len(tokens) > computed or ahead:
-                kept = 0 if is_end else ahead.get(sequence, 0)
-                self._scheduler.commit_draft(sequence, len(appended[-1]) - computed, kept)
+        counts, has_ended = drawn.keep(self._params.eos_ids)
+        columns = (drawn.counts.cumsum() - drawn.counts).tolist(), counts.tolist(), has_ended.tolist()
+        for sequence, begin, count, is_end in zip(drawn.rows, *columns, strict=True):
+            appended.append(drawn.tokens[begin : begin + count])
+            sequence.extend(appended[-1], drawn.logprobs[begin : begin + count])
+            self._scheduler.commit_draft(sequence, count - computed, runs_on and not is_end)
             if is_end:
                 self._scheduler.finish(sequence)
                 finished.append(sequence)
         self._states.commit()
-        self._counts["decoded_tokens"] += sum(map(len, appended))
-        if drafts is not None:
-            drafted = np.array([len(draft) for draft in drafts])
+        self._counts["decoded_tokens"] += int(counts.sum())
+        if drawn.drafts is not None:
+            drafted = drawn.counts - 1
             self._counts["drafted_tokens"] += int(drafted.sum())
-            self._counts["accepted_drafts"] += sum(map(len, appended)) - len(rows)
+            self._counts["accepted_drafts"] += int(counts.sum()) - len(counts)
         captures, self._captures = self._captures, self._counts["captures"]
         seconds, captured = time.perf_counter() - began, self._captures > captures
-        self.drafting.verified(Round(rows, drafted, appended, seconds, num_tokens, captured))
+        self.drafting.verified(Round(drawn.rows, drafted, appended, seconds, num_tokens, captured))
         for sequence in finished:
             self.drafting.finished(sequence)
         if self._flight is not None and not self._flight.live():

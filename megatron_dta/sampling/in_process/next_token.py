@@ -22,9 +22,7 @@ Legend: B rows, V vocabulary, C hidden size.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -174,8 +172,3 @@ class EvaluationMode:
         if self._was_training:
             self._was_training = False
             self._model.train()
-
-
-def by_row(tokens: np.ndarray, logprobs: np.ndarray, counts: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Splits both arrays into rows of ``counts[i]`` entries."""
-    return [(tokens[b - n : b], logprobs[b - n : b]) for n, b in zip(counts, np.cumsum(counts).tolist(), strict=True)]

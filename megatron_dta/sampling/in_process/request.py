@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class Request:
     Attributes:
         generation: the request as it was submitted.
         tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
+        num_known_tokens: those that it had when it began to run.
         num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
         table: int64 page numbers; the first ``num_pages`` are held.
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
@@ -33,7 +34,7 @@ class Request:
         self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
         self.logprobs = np.zeros(generation.max_tokens)
         self.context_length = self.num_tokens = len(context)
-        self.num_computed_tokens = self.num_pages = self.waiting_children = 0
+        self.num_known_tokens = self.num_computed_tokens = self.num_pages = self.waiting_children = 0
         self.state_source: Request | None = None
         self.detector: DegenerateDetector | None = None
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
@@ -83,24 +84,7 @@ class Request:
         self.tokens[self.num_tokens : end] = tokens
         self.num_tokens = end
 
-    def append(self, tokens: np.ndarray, logprobs: np.ndarray, draft: np.ndarray | None, ends: Set[int]) -> bool:
-        """Append the sampled tokens up to the first one that differs from the draft (None: no check). Returns whether
-        the request has ended: at a token of ``ends``, at its length, or where it degenerates."""
-        most, values = len(self.tokens) - self.num_tokens, tokens.tolist()
-        if draft is None and self.detector is None and len(values) < most and ends.isdisjoint(values):
-            self.extend(tokens, logprobs)
-            return False
-        guesses, count, is_end = [] if draft is None else draft.tolist(), 0, False
-        for token in values:
-            count += 1
-            is_end = token in ends or count == most
-            is_end = is_end or (self.detector is not None and self.detector.feed([token]) is not None)
-            if is_end or (count <= len(guesses) and token != guesses[count - 1]):
-                break
-        self.extend(tokens[:count], logprobs[:count])
-        return is_end
-
-    def add_pages(self, pages: list[int]) -> None:
+    def add_pages(self, pages: Sequence[int] | np.ndarray) -> None:
         """Append pages to the table."""
         self.table[self.num_pages : self.num_pages + len(pages)] = pages
         self.num_pages += len(pages)

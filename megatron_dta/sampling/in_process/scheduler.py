@@ -55,7 +55,7 @@ class Pass:
 class Prefix:
     """The cached prefix of a request: full pages, an optional partial page, and its length in tokens."""
 
-    pages: list[int]
+    pages: np.ndarray
     partial_page: int | None
     length: int
     is_pending: bool  # a running request is computing a longer prefix
@@ -148,7 +148,7 @@ class Scheduler:
 
     def _spare_pages(self) -> float:
         """Pages that no running request can need."""
-        if self.pool.max_pages is None or len(self.running) + len(self.waiting) <= self._sure_requests:
+        if self.pool.max_pages is None or not self.waiting or len(self.running) + len(self.waiting) <= self._sure_requests:
             return math.inf
         missing = sum(len(row.table) - row.num_pages for row in self.running)
         return self.pool.max_pages - self.pool.pages_in_use - missing
@@ -180,30 +180,36 @@ class Scheduler:
     def max_burst_steps(self, requests: list[Request], most: int, ahead: int = 0) -> np.ndarray:
         """Reserve pages for up to ``most`` decoding steps of each running request, which follow ``ahead`` steps that
         are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
-        steps = np.ones(len(requests), np.int64)
-        if most + ahead == 1:
-            return steps
-        for i, request in enumerate(requests):
-            wanted, computed = min(most, len(request.tokens) - request.num_tokens - ahead), request.num_computed_tokens
-            end = computed + ahead + wanted
-            if wanted + ahead > 1:
-                has_pages = end <= request.num_pages * request.page_size
-                steps[i] = (end if has_pages else self.reserve_pages(request, end)) - computed - ahead
-        return steps
+        if most + ahead == 1 or not requests:
+            return np.ones(len(requests), np.int64)
+        size, (limits, num_tokens, num_pages) = self.pool.page_size, np.array(
+            [(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]
+        ).T
+        begins = num_tokens - 1 + ahead
+        ends = begins + np.minimum(most, limits - num_tokens - ahead)
+        missing = np.maximum(-(-ends // size) - num_pages, 0)
+        if self.pool.has_room(int(missing.sum()) + len(self.running)):
+            pages = np.array(self.pool.take(int(missing.sum())), np.int64)
+            for i, end in zip(np.flatnonzero(missing).tolist(), missing.cumsum()[missing > 0].tolist(), strict=True):
+                requests[i].add_pages(pages[end - missing[i] : end])
+        else:
+            ends = np.array([self.reserve_pages(*pair) for pair in zip(requests, ends.tolist(), strict=True)])
+        return ends - begins
 
-    def commit_draft(self, request: Request, accepted: int, ahead: int = 0) -> None:
-        """Keep the first ``accepted`` tokens of a draft or burst that was run, and the pages of ``ahead`` running
-        steps."""
+    def commit_draft(self, request: Request, accepted: int, runs_on: bool = False) -> None:
+        """Keep the first ``accepted`` tokens of a draft or burst that was run, and pages for these alone unless the
+        next pass has been launched."""
         self._record_computed(request, accepted)
-        kept = -(-(request.num_computed_tokens + ahead) // request.page_size)
-        if kept < request.num_pages:
-            self.pool.give_back(request.table[kept : request.num_pages].tolist())
+        kept = -(-request.num_computed_tokens // request.page_size)
+        if kept < request.num_pages and not runs_on:
+            self.pool.give_back(request.table[kept : request.num_pages])
             request.num_pages = kept
 
     def finish(self, request: Request) -> None:
         """Finish ``request``; it keeps its pages if it is held."""
         self._stop(request)
         if request.generation.hold:
+            self._register(request, request.num_known_tokens)
             self._held[request] = None
         else:
             self._drop_pages(request)
@@ -216,11 +222,16 @@ class Scheduler:
             self._drop_pages(request)
 
     def _record_computed(self, request: Request, count: int) -> None:
-        """Record K and V of the next ``count`` tokens and register full pages and the end of the context."""
-        before, size = request.num_computed_tokens, request.page_size
-        request.num_computed_tokens = end = before + count
-        if before // size == end // size and before >= request.context_length:
-            return
+        """Record K and V of the next ``count`` tokens. Pages of tokens sampled since the request began are registered
+        when it ends, as nothing can reuse them before."""
+        before = request.num_computed_tokens
+        request.num_computed_tokens += count
+        if before < request.num_known_tokens:
+            self._register(request, before)
+
+    def _register(self, request: Request, before: int) -> None:
+        """Register full pages that end after position ``before``, and the end of the context if it does."""
+        end, size = request.num_computed_tokens, request.page_size
         computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
         if before < request.context_length <= end:
             computed.append((request.context_digest, (request.context_length - 1) // size))
@@ -256,22 +267,17 @@ class Scheduler:
         needed = -(-request.num_tokens // request.page_size) - len(pages)
         # Hold the shared pages, so that `_make_room` does not free them.
         self.pool.share(pages)
-        self.pool.share([] if partial is None else [partial])
-        has_room = self._make_room(needed + len(self.running))
-        if partial is not None:
-            self.pool.give_back([partial])
-            if not has_room and not self.running:
-                # A single request must fit. It does without the source's last page.
-                partial, computed = None, len(pages) * request.page_size
-                has_room = self._make_room(needed)
-        if not has_room:
+        if not self._make_room(needed + len(self.running)):
             self.pool.give_back(pages)
             return False
+        if partial is not None and self.pool.is_lost(partial):
+            partial, computed = None, len(pages) * request.page_size
         fresh = self.pool.take(needed)
         if partial is not None:
             # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
             plan.copies[fresh[0]] = plan.copies.get(partial, partial)
-        request.add_pages(pages + fresh)
+        request.add_pages(pages)
+        request.add_pages(fresh)
         self.pool.expect_no_more(request.expected)
         request.num_computed_tokens = computed
         self._start(request)
@@ -284,7 +290,7 @@ class Scheduler:
         else:
             self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
-        request.was_admitted = request.is_running = True
+        request.was_admitted, request.is_running, request.num_known_tokens = True, True, request.num_tokens
         self.running[request] = None
         for digest in request.missing:
             self._pending.setdefault(digest, request)
@@ -308,7 +314,7 @@ class Scheduler:
             if page is None:
                 break
             pages.append(page)
-        prefix = Prefix(pages, None, len(pages) * size, False)
+        prefix = Prefix(np.array(pages, np.int64), None, len(pages) * size, False)
         if len(pages) < limit // size:
             prefix.is_pending = request.digests()[len(pages)] in self._pending
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
@@ -324,7 +330,7 @@ class Scheduler:
     def _prefix_in(parent: Request, length: int) -> Prefix:
         """The first ``length`` tokens of ``parent``, which has computed them."""
         full, rest = divmod(length, parent.page_size)
-        return Prefix(parent.table[:full].tolist(), int(parent.table[full]) if rest else None, length, False)
+        return Prefix(parent.table[:full], int(parent.table[full]) if rest else None, length, False)
 
     def _make_room(self, count: int) -> bool:
         while not self.pool.has_room(count):
@@ -356,10 +362,11 @@ class Scheduler:
         request.is_running = False
 
     def _drop_pages(self, request: Request) -> None:
-        for digest in request.missing:
-            self._clear_pending(digest, request)
+        if request.num_computed_tokens < request.num_known_tokens:
+            for digest in request.missing:
+                self._clear_pending(digest, request)
         # Of expected pages, the last ones are the first to go.
-        self.pool.give_back(reversed(request.pages))
+        self.pool.give_back(request.table[: request.num_pages][::-1])
         request.num_pages = request.num_computed_tokens = 0
 
     def _clear_pending(self, digest: bytes, request: Request) -> None:
