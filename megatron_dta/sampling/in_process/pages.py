@@ -9,7 +9,6 @@ until all of them have begun, or memory is short. Pages are only numbers here; t
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,7 +28,7 @@ class PagePool:
         self._page_of_digest: dict[bytes, int] = {}
         self._digests_of_page: dict[int, tuple[bytes, ...]] = {}
         # Waiting requests by the digests of their prefixes, and pages without holders that are kept for them.
-        self._expected: Counter[bytes] = Counter()
+        self._expected: dict[bytes, int] = {}
         self._kept: dict[int, None] = {}
 
     @property
@@ -56,7 +55,8 @@ class PagePool:
         first = len(self._free) - count
         pages = self._free[first:][::-1]
         del self._free[first:]
-        self._holders[pages] = 1
+        for page in pages:
+            self._holders[page] = 1
         self.peak_pages = max(self.peak_pages, self.pages_in_use)
         return pages
 
@@ -81,13 +81,14 @@ class PagePool:
 
     def expect(self, digests: Iterable[bytes]) -> None:
         """A request waits that can use the prefixes with ``digests``."""
-        self._expected.update(digests)
+        for digest in digests:
+            self._expected[digest] = self._expected.get(digest, 0) + 1
 
     def expect_no_more(self, digests: Iterable[bytes]) -> None:
         """A request that has called ``expect`` waits no more."""
         for digest in digests:
             self._expected[digest] -= 1
-            if self._expected[digest] == 0:
+            if not self._expected[digest]:
                 del self._expected[digest]
                 page = self._page_of_digest.get(digest)
                 if page in self._kept and not self._is_useful(page):
@@ -112,17 +113,18 @@ class PagePool:
         assert self.pages_in_use == 0, f"{self.pages_in_use} pages are still held"
         self.num_pages, self._free, self._holders = 0, [], np.zeros(0, np.int64)
 
-    def register(self, digest: bytes, page: int) -> None:
-        """Registers ``page`` as the last page of the prefix with ``digest``, unless another page is registered."""
-        if digest not in self._page_of_digest:
-            self._page_of_digest[digest] = page
-            self._digests_of_page[page] = *self._digests_of_page.get(page, ()), digest
+    def register(self, digests: Iterable[bytes], pages: Iterable[int]) -> None:
+        """Registers each page as the last one of the prefix with its digest, unless another page is registered."""
+        for digest, page in zip(digests, pages, strict=True):
+            if digest not in self._page_of_digest:
+                self._page_of_digest[digest] = page
+                self._digests_of_page[page] = *self._digests_of_page.get(page, ()), digest
 
     def find(self, digest: bytes) -> int | None:
         """The last page of the prefix with ``digest``, or None."""
         return self._page_of_digest.get(digest)
 
 
-def extend_digest(previous: bytes, token_ids: np.ndarray) -> bytes:
+def extend_digest(previous: bytes, token_ids: bytes) -> bytes:
     """Digest of a prefix from the digest of its beginning and the int32 tokens that follow."""
-    return hashlib.blake2b(previous + token_ids.tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(previous + token_ids, digest_size=16).digest()

@@ -42,7 +42,8 @@ class Request:
         # A long context is mostly its parent's, so only the new part is hashed.
         self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
         full = self.digests()
-        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", context[len(full) * page_size :])
+        rest = context[len(full) * page_size :].tobytes()
+        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", rest)
         self.is_running = self.was_admitted = self.released = self.has_lost_state = False
 
     @property
@@ -61,7 +62,10 @@ class Request:
         return self._missing_from(max(self.num_computed_tokens, self.common_with_parent) // self.page_size)
 
     def _missing_from(self, page: int) -> list[bytes]:
-        return self.digests()[page:] + [self.context_digest] * (self.num_computed_tokens < self.context_length)
+        missing = self.digests()[page:]
+        if self.num_computed_tokens < self.context_length:
+            missing.append(self.context_digest)
+        return missing
 
     @property
     def response(self) -> np.ndarray:
@@ -70,12 +74,13 @@ class Request:
 
     def digests(self) -> list[bytes]:
         """Digests of the prefixes that end with each full page."""
-        size = self.page_size
-        while (len(self._digests) + 1) * size <= self.num_tokens:
-            first = len(self._digests) * size
-            previous = self._digests[-1] if self._digests else b""
-            self._digests.append(extend_digest(previous, self.tokens[first : first + size]))
-        return self._digests
+        digests, missing = self._digests, self.num_tokens // self.page_size - len(self._digests)
+        if missing > 0:
+            first, size = len(digests) * self.page_size, self.page_size * self.tokens.itemsize
+            tokens = self.tokens[first : first + missing * self.page_size].tobytes()
+            for begin in range(0, len(tokens), size):
+                digests.append(extend_digest(digests[-1] if digests else b"", tokens[begin : begin + size]))
+        return digests
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append sampled tokens."""

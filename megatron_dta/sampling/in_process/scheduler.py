@@ -29,6 +29,7 @@ import bisect
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -103,7 +104,7 @@ class Scheduler:
         if request.parent is not None:
             request.parent.waiting_children += 1
         self.pool.expect(request.expected)
-        bisect.insort(self.waiting, request, key=lambda waiting: waiting.arrival)
+        bisect.insort(self.waiting, request, key=attrgetter("arrival"))
 
     def next_pass(self) -> Pass:
         """The next pass to run, with at least one row unless the scheduler is idle."""
@@ -148,7 +149,8 @@ class Scheduler:
 
     def _spare_pages(self) -> float:
         """Pages that no running request can need."""
-        if self.pool.max_pages is None or not self.waiting or len(self.running) + len(self.waiting) <= self._sure_requests:
+        is_sure = len(self.running) + len(self.waiting) <= self._sure_requests
+        if self.pool.max_pages is None or not self.waiting or is_sure:
             return math.inf
         missing = sum(len(row.table) - row.num_pages for row in self.running)
         return self.pool.max_pages - self.pool.pages_in_use - missing
@@ -182,9 +184,10 @@ class Scheduler:
         are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
         if most + ahead == 1 or not requests:
             return np.ones(len(requests), np.int64)
-        size, (limits, num_tokens, num_pages) = self.pool.page_size, np.array(
-            [(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]
-        ).T
+        size, (limits, num_tokens, num_pages) = (
+            self.pool.page_size,
+            np.array([(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]).T,
+        )
         begins = num_tokens - 1 + ahead
         ends = begins + np.minimum(most, limits - num_tokens - ahead)
         missing = np.maximum(-(-ends // size) - num_pages, 0)
@@ -232,12 +235,13 @@ class Scheduler:
     def _register(self, request: Request, before: int) -> None:
         """Register full pages that end after position ``before``, and the end of the context if it does."""
         end, size = request.num_computed_tokens, request.page_size
-        computed = [(request.digests()[i], i) for i in range(before // size, end // size)]
+        full = slice(before // size, end // size)
+        digests, pages = request.digests()[full], request.table[full].tolist()
         if before < request.context_length <= end:
-            computed.append((request.context_digest, (request.context_length - 1) // size))
-        for digest, index in computed:
-            self._clear_pending(digest, request)
-            self.pool.register(digest, int(request.table[index]))
+            digests.append(request.context_digest)
+            pages.append(int(request.table[(request.context_length - 1) // size]))
+        self._clear_pending(digests, request)
+        self.pool.register(digests, pages)
 
     def _run_chunk(self, plan: Pass, request: Request, budget: int) -> int:
         count = min(request.num_tokens - request.num_computed_tokens, budget)
@@ -363,12 +367,12 @@ class Scheduler:
 
     def _drop_pages(self, request: Request) -> None:
         if request.num_computed_tokens < request.num_known_tokens:
-            for digest in request.missing:
-                self._clear_pending(digest, request)
+            self._clear_pending(request.missing, request)
         # Of expected pages, the last ones are the first to go.
         self.pool.give_back(request.table[: request.num_pages][::-1])
         request.num_pages = request.num_computed_tokens = 0
 
-    def _clear_pending(self, digest: bytes, request: Request) -> None:
-        if self._pending.get(digest) is request:
-            del self._pending[digest]
+    def _clear_pending(self, digests: list[bytes], request: Request) -> None:
+        for digest in digests:
+            if self._pending.get(digest) is request:
+                del self._pending[digest]
