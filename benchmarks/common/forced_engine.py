@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dta.sampling.in_process.bursts import Drawn
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round
-from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.engine import InProcessEngine
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate

@@ -6,11 +6,13 @@ the pool must count exactly what the tables say.
 """
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from conftest import seed_all
+from megatron_dta.sampling.in_process.bursts import Drawn
 from megatron_dta.sampling.in_process.pages import PagePool
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
@@ -55,7 +57,7 @@ class Store:
 
 
 def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Request]) -> None:
-    held = Counter(page for sequence in sequences for page in sequence.pages)
+    held = Counter(page for sequence in sequences for page in sequence.table[: sequence.num_pages].tolist())
     assert held == Counter({page: pool._holders[page] for page in range(pool.num_pages) if pool._holders[page]})
     assert pool.pages_in_use == len(held)
     assert pool.max_pages is None or pool.num_pages <= pool.max_pages
@@ -234,6 +236,24 @@ def test_pages_kept_for_waiting_samples_give_way():
     run_all(scheduler)
     assert scheduler.counts["evictions"] == scheduler.counts["preemptions"] == 0
     assert scheduler.pool.peak_pages == 4
+
+
+def test_rows_keep_what_a_loop_keeps():
+    rng = seed_all(2)
+    for case in range(200):
+        counts, limits, ends = rng.integers(1, 6, 4), rng.integers(1, 7, 4).tolist(), {0} if case % 2 else set()
+        tokens = rng.integers(0, 3, counts.sum()).astype(np.int32)
+        drafts = [rng.integers(0, 3, n - 1).astype(np.int32) for n in counts] if case % 3 else None
+        drawn = Drawn([SimpleNamespace(detector=None)] * 4, tokens, tokens, counts, drafts)
+        kept = zip(*drawn.keep(np.array(limits), ends), strict=True)
+        for i, (row, limit) in enumerate(zip(np.split(tokens, counts.cumsum()[:-1]), limits, strict=True)):
+            count, is_end = 0, False
+            for token in row.tolist():
+                count += 1
+                is_end = token in ends or count == limit
+                if is_end or (drafts is not None and [token] != drafts[i][count - 1 : count].tolist()):
+                    break
+            assert next(kept) == (count, is_end)
 
 
 def run_all(scheduler: Scheduler) -> int:

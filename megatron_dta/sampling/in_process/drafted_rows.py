@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_dta.sampling.in_process.bursts import Launcher
+from megatron_dta.sampling.in_process.bursts import Drawn, Launcher
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, noise_of
 from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
-from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
 
@@ -36,11 +35,7 @@ class DraftedRows:
     """
 
     def __init__(
-        self,
-        launcher: Launcher,
-        drafting: Drafting,
-        most_tokens: int,
-        take: Callable[[Drawn, int, bool], list[Request]],
+        self, launcher: Launcher, drafting: Drafting, most_tokens: int, take: Callable[..., list[Request]]
     ) -> None:
         self.rows = rows = list(launcher.scheduler.running)
         if any(row.num_tokens - row.num_computed_tokens > 1 for row in rows):
@@ -94,24 +89,13 @@ class DraftedRows:
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
         self._enter(True)
         (tokens,), (logprobs,) = running.read()
-        drawn = np.full(is_run.shape, -1, np.int32)
-        drawn[is_run] = tokens
-        accepted = ((drawn[:, :-1] == inputs[:, 1:]) & is_run[:, 1:]).cumprod(axis=1).sum(axis=1)
-        new = drawn[columns <= accepted[:, None]]
-        has_ended = self._num_tokens + accepted + 1 >= self._limits
-        if not self._ends.isdisjoint(new.tolist()):
-            is_end = np.isin(drawn, list(self._ends)) & (columns <= accepted[:, None])
-            has_ended |= is_end.any(axis=1)
-            accepted = np.where(is_end.any(axis=1), is_end.argmax(axis=1), accepted)
-            new = drawn[columns <= accepted[:, None]]
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        (accepted + 1).cumsum(out=offsets[1:])
-        drafting.sampled(new, offsets)
-        done = Drawn(self.rows, tokens, logprobs, counts, drafts)
-        self._num_tokens, self._last = self._num_tokens + accepted + 1, drawn[self._index, accepted]
+        drawn = Drawn(self.rows, tokens, logprobs, counts, drafts)
+        kept, has_ended = drawn.keep(self._limits - self._num_tokens, self._ends)
+        drafting.sampled(tokens[(columns < kept[:, None])[is_run]], np.append(0, kept.cumsum()))
+        self._num_tokens, self._last = self._num_tokens + kept, tokens[counts.cumsum() - counts + kept - 1]
         if has_ended.any():
             self._keep((~has_ended).nonzero()[0])
-        return done
+        return drawn
 
     def _keep(self, kept: np.ndarray) -> None:
         """Go on with the rows number ``kept`` alone."""

@@ -32,12 +32,11 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.degenerate import DegenerateDetector
-from megatron_dta.sampling.in_process.bursts import Flight, Launcher, drawn_columns
+from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher, drawn_columns
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.in_process.drafted_rows import DraftedRows
 from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
-from megatron_dta.sampling.in_process.drawn import Drawn
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.in_process.next_token import EvaluationMode, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
@@ -322,7 +321,8 @@ class InProcessEngine(RolloutEngine):
         self._undrafted = self._undrafted + 1 if drawn.drafts is None else 0
         if not np.isfinite(drawn.logprobs).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        counts, has_ended = drawn.keep(self._params.eos_ids)
+        limits = np.array([len(sequence.tokens) - sequence.num_tokens for sequence in drawn.rows])
+        counts, has_ended = drawn.keep(limits, self._params.eos_ids)
         columns = (drawn.counts.cumsum() - drawn.counts).tolist(), counts.tolist(), has_ended.tolist()
         for sequence, begin, count, is_end in zip(drawn.rows, *columns, strict=True):
             appended.append(drawn.tokens[begin : begin + count])

@@ -22,6 +22,7 @@ class Request:
         num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
         table: int64 page numbers; the first ``num_pages`` are held.
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
+        expected: digests of what is not computed and not its parent's, while it waits.
         common_with_parent: length of the prefix that the context shares with the parent's tokens.
         waiting_children: requests not yet admitted that have this one as their parent.
         detector: if degenerate requests are stopped, while this one runs.
@@ -37,6 +38,7 @@ class Request:
         self.num_known_tokens = self.num_computed_tokens = self.num_pages = self.waiting_children = 0
         self.state_source: Request | None = None
         self.detector: DegenerateDetector | None = None
+        self.expected: list[bytes] = []
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
         self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
         # A long context is mostly its parent's, so only the new part is hashed.
@@ -46,23 +48,10 @@ class Request:
         self.context_digest = extend_digest((full[-1] if full else b"") + b"context", rest)
         self.is_running = self.was_admitted = self.released = self.has_lost_state = False
 
-    @property
-    def pages(self) -> list[int]:
-        """Numbers of the held pages."""
-        return self.table[: self.num_pages].tolist()
-
-    @property
-    def missing(self) -> list[bytes]:
-        """Digests of the prefixes that are not computed yet: those of full pages, and that of the context."""
-        return self._missing_from(self.num_computed_tokens // self.page_size)
-
-    @property
-    def expected(self) -> list[bytes]:
-        """The ``missing`` digests of a waiting request but those of its parent, which is held until it starts."""
-        return self._missing_from(max(self.num_computed_tokens, self.common_with_parent) // self.page_size)
-
-    def _missing_from(self, page: int) -> list[bytes]:
-        missing = self.digests()[page:]
+    def missing(self, known: int) -> list[bytes]:
+        """Digests of the prefixes of more than ``known`` tokens that are not computed yet: those of full pages, and
+        that of the context."""
+        missing = self.digests()[known // self.page_size :]
         if self.num_computed_tokens < self.context_length:
             missing.append(self.context_digest)
         return missing

@@ -42,7 +42,7 @@ class StateScheduler(Scheduler):
 
     def _find_prefix(self, request: Request) -> StatePrefix:
         limit, end = request.num_tokens - 1, request.context_length - 1
-        prefix, parent = StatePrefix(request.table[:0], None, 0, False), request.parent
+        prefix, parent = StatePrefix(request.table[:0], 0, False), request.parent
         first = self._pending.get(request.context_digest)
         sources = [(first, end)] if first is not None and first.num_computed_tokens == end else []
         if parent is not None and not parent.is_running:
@@ -50,10 +50,7 @@ class StateScheduler(Scheduler):
         for source, most in sources:
             length = 0 if source.has_lost_state else source.num_computed_tokens
             if prefix.length < length <= most:
-                full, rest = divmod(length, request.page_size)
-                prefix = StatePrefix(
-                    source.table[:full], int(source.table[full]) if rest else None, length, False, source
-                )
+                prefix = StatePrefix(source.table[: -(-length // request.page_size)], length, False, source)
         prefix.is_pending = first is not None and max(first.num_computed_tokens, prefix.length) < end
         return prefix
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
@@ -54,10 +54,9 @@ class Pass:
 
 @dataclass
 class Prefix:
-    """The cached prefix of a request: full pages, an optional partial page, and its length in tokens."""
+    """The cached prefix of a request: its pages (the last one may be partly filled) and its length in tokens."""
 
     pages: np.ndarray
-    partial_page: int | None
     length: int
     is_pending: bool  # a running request is computing a longer prefix
 
@@ -103,6 +102,7 @@ class Scheduler:
         """Add a new or preempted request to the queue."""
         if request.parent is not None:
             request.parent.waiting_children += 1
+        request.expected = request.missing(request.common_with_parent)  # the parent is held until it starts
         self.pool.expect(request.expected)
         bisect.insort(self.waiting, request, key=attrgetter("arrival"))
 
@@ -184,13 +184,11 @@ class Scheduler:
         are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
         if most + ahead == 1 or not requests:
             return np.ones(len(requests), np.int64)
-        size, (limits, num_tokens, num_pages) = (
-            self.pool.page_size,
-            np.array([(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]).T,
-        )
+        columns = [(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]
+        limits, num_tokens, num_pages = np.array(columns).T
         begins = num_tokens - 1 + ahead
         ends = begins + np.minimum(most, limits - num_tokens - ahead)
-        missing = np.maximum(-(-ends // size) - num_pages, 0)
+        missing = np.maximum(-(-ends // self.pool.page_size) - num_pages, 0)
         if self.pool.has_room(int(missing.sum()) + len(self.running)):
             pages = np.array(self.pool.take(int(missing.sum())), np.int64)
             for i, end in zip(np.flatnonzero(missing).tolist(), missing.cumsum()[missing > 0].tolist(), strict=True):
@@ -267,23 +265,23 @@ class Scheduler:
 
     def _admit(self, request: Request, prefix: Prefix, plan: Pass) -> bool:
         """Give ``request`` pages for all its tokens and start it; False if there are not enough pages."""
-        pages, partial, computed = prefix.pages, prefix.partial_page, prefix.length
-        needed = -(-request.num_tokens // request.page_size) - len(pages)
+        full = prefix.length // request.page_size
+        pages, partial = prefix.pages[:full], prefix.pages[full:].tolist()
+        needed = -(-request.num_tokens // request.page_size) - full
         # Hold the shared pages, so that `_make_room` does not free them.
         self.pool.share(pages)
         if not self._make_room(needed + len(self.running)):
             self.pool.give_back(pages)
             return False
-        if partial is not None and self.pool.is_lost(partial):
-            partial, computed = None, len(pages) * request.page_size
+        partial = [page for page in partial if not self.pool.is_lost(page)]
+        request.num_computed_tokens = prefix.length if partial else full * request.page_size
         fresh = self.pool.take(needed)
-        if partial is not None:
+        for page in partial:
             # The source may be the target of a copy in this pass. All copies run at once, so read its origin.
-            plan.copies[fresh[0]] = plan.copies.get(partial, partial)
+            plan.copies[fresh[0]] = plan.copies.get(page, page)
         request.add_pages(pages)
         request.add_pages(fresh)
         self.pool.expect_no_more(request.expected)
-        request.num_computed_tokens = computed
         self._start(request)
         return True
 
@@ -296,7 +294,7 @@ class Scheduler:
             self.counts["prefilled_tokens"] += behind
         request.was_admitted, request.is_running, request.num_known_tokens = True, True, request.num_tokens
         self.running[request] = None
-        for digest in request.missing:
+        for digest in request.missing(request.num_computed_tokens):
             self._pending.setdefault(digest, request)
         parent = request.parent
         if parent is not None:
@@ -311,30 +309,24 @@ class Scheduler:
         length = 0 if parent is None or not parent.num_pages else parent.num_computed_tokens
         length = min(length, limit, request.common_with_parent)
         if 0 < length == limit:
-            return self._prefix_in(parent, length)
+            return Prefix(parent.table[: -(-length // size)], length, False)
         pages: list[int] = []
         for digest in request.digests()[: limit // size]:
             page = self.pool.find(digest)
             if page is None:
                 break
             pages.append(page)
-        prefix = Prefix(np.array(pages, np.int64), None, len(pages) * size, False)
+        prefix = Prefix(np.array(pages, np.int64), len(pages) * size, False)
         if len(pages) < limit // size:
             prefix.is_pending = request.digests()[len(pages)] in self._pending
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
         if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > prefix.length:
-            prefix.partial_page, prefix.length = last_page, of_context
+            prefix.pages, prefix.length = np.append(prefix.pages, last_page), of_context
         if length > prefix.length:
-            prefix = replace(self._prefix_in(parent, length), is_pending=prefix.is_pending)
+            prefix.pages, prefix.length = parent.table[: -(-length // size)], length
         if request.context_digest in self._pending and of_context > prefix.length:
             prefix.is_pending = True
         return prefix
-
-    @staticmethod
-    def _prefix_in(parent: Request, length: int) -> Prefix:
-        """The first ``length`` tokens of ``parent``, which has computed them."""
-        full, rest = divmod(length, parent.page_size)
-        return Prefix(parent.table[:full], int(parent.table[full]) if rest else None, length, False)
 
     def _make_room(self, count: int) -> bool:
         while not self.pool.has_room(count):
@@ -367,7 +359,7 @@ class Scheduler:
 
     def _drop_pages(self, request: Request) -> None:
         if request.num_computed_tokens < request.num_known_tokens:
-            self._clear_pending(request.missing, request)
+            self._clear_pending(request.missing(request.num_computed_tokens), request)
         # Of expected pages, the last ones are the first to go.
         self.pool.give_back(request.table[: request.num_pages][::-1])
         request.num_pages = request.num_computed_tokens = 0
