@@ -71,19 +71,13 @@ def random_prompts(rng: np.random.Generator, lengths: Any) -> list[np.ndarray]:
 
 
 def slow_sample(
-    model: Any,
-    context: np.ndarray,
-    key: int,
-    params: SamplingParams,
-    iteration: int,
-    max_tokens: int | None = None,
-    guess: Sequence[int] = (),
+    model: Any, request: GenerationRequest, params: SamplingParams, iteration: int, guess: Sequence[int] = ()
 ) -> tuple[list[int], list[float]]:
     """Tokens and logprobs of one response; while it is as in ``guess``, one pass over both serves for all tokens."""
-    tokens, logprobs = [int(token) for token in context], []
+    tokens, logprobs = [int(token) for token in request.token_ids], []
     guessed = [*tokens, *(int(token) for token in guess)]
     rows = full_logprobs(model, np.array(guessed), params.temperature or 1.0)
-    while len(logprobs) < (params.max_response_tokens if max_tokens is None else max_tokens):
+    while len(logprobs) < request.max_tokens:
         if tokens == guessed[: len(tokens)]:
             row = rows[len(tokens) - 1]
         else:
@@ -93,14 +87,14 @@ def slow_sample(
         if params.temperature == 0:
             token = int(np.argmax(row))
         else:
-            position = (np.array([key]), np.array([len(tokens)]))
+            position = (np.array([request.key]), np.array([len(tokens)]))
             number = keyed_uniform(params.seed, params.domain, iteration, *position)[0]
             token = slow_draw(slow_nucleus(probabilities, params.top_p), number)
         tokens.append(token)
         logprobs.append(row[token])
         if token in (params.eos_id, *params.other_eos_ids):
             break
-    return tokens[len(context) :], logprobs
+    return tokens[len(request.token_ids) :], logprobs
 
 
 def slow_nucleus(probabilities: np.ndarray, top_p: float) -> np.ndarray:

@@ -31,8 +31,7 @@ def test_a_forest_equals_the_slow_engine(shape: str):
     assert len(reference) > 20
     ended = 0
     for request, result in reference.values():
-        arguments = (request.token_ids, request.key, PARAMS, 4, request.max_tokens)
-        tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
+        tokens, logprobs = slow_sample(model, request, PARAMS, 4, guess=result.token_ids)
         assert result.token_ids.tolist() == tokens
         assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
         assert result.ended == (tokens[-1] in (EOS, 3))
@@ -63,8 +62,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled(changes: dict[str, float
     full, known = (replace(NEVER, vocab_size=size, **changes) for size in (None, 14))
     assert any(result.token_ids.max() >= 14 for result in generate(started(model, full), requests))
     for request, result in zip(requests, generate(started(model, known), requests), strict=True):
-        arguments = (request.token_ids, request.key, known, 4, request.max_tokens)
-        tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
+        tokens, logprobs = slow_sample(model, request, known, 4, guess=result.token_ids)
         assert result.token_ids.tolist() == tokens
         assert max(tokens) < 14
         assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
@@ -74,8 +72,7 @@ def test_preempted_requests_give_the_same_samples():
     model = make_model(14, **ONE_LAYER)
     reference = run_long(started(model, NEVER))
     for request, result in list(reference.values())[::4]:
-        arguments = (request.token_ids, request.key, NEVER, 4, request.max_tokens)
-        tokens, logprobs = slow_sample(model, *arguments, guess=result.token_ids)
+        tokens, logprobs = slow_sample(model, request, NEVER, 4, guess=result.token_ids)
         assert result.token_ids.tolist() == tokens
         assert np.allclose(result.logprobs, logprobs, rtol=0, atol=1e-12)
     for settings in (dict(block_size=4, pages=30, max_requests=7), dict(block_size=16, pages=5)):
@@ -211,9 +208,10 @@ def test_new_weights_and_new_phases():
     engine.update_weights(3)
     # The parent can still be named, but its K and V are of the old weights and gone.
     context = np.concatenate([prompt, old.token_ids])
-    (new,) = generate(engine, [GenerationRequest(2, context, 6, 1, parent=0)])
+    request = GenerationRequest(2, context, 6, 1, parent=0)
+    (new,) = generate(engine, [request])
     assert new.policy_version == 3
-    assert new.token_ids.tolist() == slow_sample(model, context, 1, NEVER, 4, 6)[0]
+    assert new.token_ids.tolist() == slow_sample(model, request, NEVER, 4)[0]
     engine.start(NEVER, 5)
     with pytest.raises(ValueError, match="not held"):
         engine.submit([GenerationRequest(3, context, 6, 1, parent=0)])

@@ -6,6 +6,7 @@ the pool must count exactly what the tables say.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,13 +175,8 @@ def test_the_small_pools_did_preempt_and_evict():
     for index in range(40):
         context = rng.integers(0, 50, 9).astype(np.int32)
         scheduler.submit(Request(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
-    order = []
-    while not scheduler.is_idle:
-        for sequence in scheduler.complete(scheduler.next_pass()):
-            sequence.extend(np.ones(1, np.int32), np.zeros(1))
-            if sequence.num_tokens == len(sequence.tokens):
-                scheduler.finish(sequence)
-                order.append(sequence.generation.request_id)
+    rows = [plan.rows[i] for plan in passes_of(scheduler) for i in plan.ready if plan.rows[i].num_tokens == 9 + 23]
+    order = [row.generation.request_id for row in rows]
     assert scheduler.counts["preemptions"] > 5
     assert scheduler.counts["evictions"] > 5
     assert pool.peak_pages == 12
@@ -196,14 +192,7 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
     # Another prompt begins with the same 40 tokens: it waits for those, not for the others' last.
     other = np.concatenate([context[:40], np.full(5, 99, np.int32)])
     scheduler.submit(Request(GenerationRequest(20, other, 2, 0), 20, 4, None))
-    passes = []
-    while not scheduler.is_idle:
-        plan = scheduler.next_pass()
-        passes.append(sorted(plan.counts, reverse=True))
-        for sequence in scheduler.complete(plan):
-            sequence.extend(np.ones(1, np.int32), np.zeros(1))
-            if sequence.num_tokens == len(sequence.tokens):
-                scheduler.finish(sequence)
+    passes = [sorted(plan.counts, reverse=True) for plan in passes_of(scheduler)]
     assert passes[:2] == [[50], [20, 5]]
     assert scheduler.counts["prefilled_tokens"] == 70 + 19 + 5
     assert scheduler.counts["reused_tokens"] == 19 * 69 + 40
@@ -239,21 +228,28 @@ def test_pages_kept_for_waiting_samples_give_way():
 
 
 def test_rows_keep_what_a_loop_keeps():
-    rng = seed_all(2)
+    rng, row = seed_all(2), SimpleNamespace(detector=None)
     for case in range(200):
-        counts, limits, ends = rng.integers(1, 6, 4), rng.integers(1, 7, 4).tolist(), {0} if case % 2 else set()
-        tokens = rng.integers(0, 3, counts.sum()).astype(np.int32)
-        drafts = [rng.integers(0, 3, n - 1).astype(np.int32) for n in counts] if case % 3 else None
-        drawn = Drawn([SimpleNamespace(detector=None)] * 4, tokens, tokens, counts, drafts)
-        kept = zip(*drawn.keep(np.array(limits), ends), strict=True)
-        for i, (row, limit) in enumerate(zip(np.split(tokens, counts.cumsum()[:-1]), limits, strict=True)):
-            count, is_end = 0, False
-            for token in row.tolist():
-                count += 1
-                is_end = token in ends or count == limit
+        counts, limits, ends = rng.integers(1, 6, 4), rng.integers(1, 7, 4), {0} if case % 2 else set()
+        tokens = rng.integers(0, 3, counts.sum())
+        drafts = [rng.integers(0, 3, n - 1) for n in counts] if case % 3 else None
+        kept = zip(*Drawn([row] * 4, tokens, tokens, counts, drafts).keep(limits, ends), strict=True)
+        for i, of_row in enumerate(np.split(tokens, counts.cumsum()[:-1])):
+            for count, token in enumerate(of_row.tolist(), 1):
+                is_end = token in ends or count == limits[i]
                 if is_end or (drafts is not None and [token] != drafts[i][count - 1 : count].tolist()):
                     break
             assert next(kept) == (count, is_end)
+
+
+def passes_of(scheduler: Scheduler) -> Iterator[Pass]:
+    """Plans of passes, which then run, until all requests have their length."""
+    while not scheduler.is_idle:
+        yield (plan := scheduler.next_pass())
+        for row in scheduler.complete(plan):
+            row.extend(np.ones(1, np.int32), np.zeros(1))
+            if row.num_tokens == len(row.tokens):
+                scheduler.finish(row)
 
 
 def run_all(scheduler: Scheduler) -> int:
@@ -281,13 +277,8 @@ def test_more_requests_run_where_all_surely_fit(max_pages: int | None, most: int
         context = np.arange(6, dtype=np.int32) + 50 * index
         scheduler.submit(Request(GenerationRequest(index, context, 10, 0), index, 4, None))
     live = 0
-    while not scheduler.is_idle:
-        plan = scheduler.next_pass()
+    for _ in passes_of(scheduler):
         live = max(live, len(scheduler.running))
         assert scheduler.is_full == (len(scheduler.running) >= most and bool(scheduler.waiting)) or max_pages == 8
-        for row in scheduler.complete(plan):
-            row.extend(np.ones(1, np.int32), np.zeros(1))
-            if row.num_tokens == len(row.tokens):
-                scheduler.finish(row)
     assert live == most if max_pages != 8 else live <= most
     assert (scheduler.counts["preemptions"] > 0) == (max_pages == 8)
