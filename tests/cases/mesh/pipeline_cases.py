@@ -49,6 +49,14 @@ def random_costs(rng: np.random.Generator, num_virtual_stages: int, lengths: np.
     return PipelineCosts(forward, backward)
 
 
+def uniform_costs(
+    num_segments: int, num_virtual_stages: int, forward: float = 1.0, backward: float = 2.0
+) -> PipelineCosts:
+    """Equal times for every segment on every virtual stage."""
+    shape = num_virtual_stages, num_segments
+    return PipelineCosts(np.full(shape, float(forward)), np.full(shape, float(backward)))
+
+
 def slow_times(
     schedule: PipelineSchedule, parents: np.ndarray, costs: PipelineCosts, send_seconds: float
 ) -> dict[tuple[int, PipelineOp], tuple[float, float]]:

@@ -5,7 +5,6 @@ import pytest
 
 from common.planning.schedule_check import needs_of
 from conftest import seed_all
-from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
@@ -16,7 +15,7 @@ from megatron_dta.core.planning.pipeline.schedule import (
 )
 from megatron_dta.core.planning.pipeline.simulation import Message, Timeline, global_order, message_order, simulate
 from megatron_dta.core.planning.segments.plan import OpKind
-from pipeline_cases import SHAPES, random_costs, random_tree
+from pipeline_cases import SHAPES, random_costs, random_tree, uniform_costs
 
 
 def rank_programs(schedule: PipelineSchedule, timeline: Timeline) -> list[list[PipelineOp | Message]]:
@@ -105,6 +104,6 @@ def test_the_model_of_execution_sees_a_halt() -> None:
             programs[rank].extend([message, op] if receives else [op, message])
     at = run_with_rendezvous(schedule, programs, parents.tolist())
     assert at[0] < len(programs[0])
-    timeline = simulate(schedule, parents, PipelineCosts.uniform(6, stages))
+    timeline = simulate(schedule, parents, uniform_costs(6, stages))
     good = rank_programs(schedule, timeline)
     assert run_with_rendezvous(schedule, good, parents.tolist()) == [len(program) for program in good]

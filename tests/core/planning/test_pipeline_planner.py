@@ -13,7 +13,7 @@ from megatron_dta.core.planning.pipeline.list_schedule import longest_path_token
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.schedule import peak_in_flight, tree_1f1b
 from megatron_dta.core.planning.pipeline.simulation import simulate
-from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times
+from pipeline_cases import SHAPES, all_schedules, random_costs, random_tree, slow_times, uniform_costs
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,7 +112,7 @@ def test_a_thousand_segments_on_eight_stages() -> None:
 
 
 def test_bad_input() -> None:
-    costs = PipelineCosts.uniform(2, 2)
+    costs = uniform_costs(2, 2)
     with pytest.raises(ValueError, match=r"--pipeline-in-flight-tokens 6 is below the longest root path.*7 tokens"):
         plan_pipeline([-1, 0], [3, 4], costs, 2, 1, 6)
     with pytest.raises(ValueError, match="do not fit 2 stages of 2 chunks"):

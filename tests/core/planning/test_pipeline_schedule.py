@@ -5,7 +5,6 @@ import pytest
 
 from common.planning.schedule_check import check_schedule
 from conftest import seed_all
-from megatron_dta.core.planning.pipeline.costs import PipelineCosts
 from megatron_dta.core.planning.pipeline.planner import plan_pipeline
 from megatron_dta.core.planning.pipeline.schedule import (
     PipelineOp,
@@ -18,7 +17,7 @@ from megatron_dta.core.planning.pipeline.schedule import (
 )
 from megatron_dta.core.planning.pipeline.simulation import simulate
 from megatron_dta.core.planning.segments.plan import OpKind, depth_first_schedule
-from pipeline_cases import SHAPES, random_segments, random_tree
+from pipeline_cases import SHAPES, random_segments, random_tree, uniform_costs
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
 
@@ -34,7 +33,7 @@ def test_static_schedule_has_the_closed_form(shape: str, seed: int) -> None:
         forward, backward = rng.integers(1, 9, 2).tolist()
         schedule = tree_1f1b(parents, stages)
         check_schedule(schedule, parents)
-        timeline = simulate(schedule, parents, PipelineCosts.uniform(count, stages, forward, backward))
+        timeline = simulate(schedule, parents, uniform_costs(count, stages, forward, backward))
         assert timeline.makespan == (count + stages - 1) * (forward + backward)
         assert timeline.utilisation == pytest.approx(count / (count + stages - 1), rel=1e-12)
         depth = tree_depth(parents)
@@ -48,7 +47,7 @@ def test_one_stage_is_the_depth_first_schedule(seed: int) -> None:
     plan = random_segments(rng, int(rng.integers(1, 40)), longest=49)
     parents, lengths = plan.segment_parent, plan.lengths
     expected = [PipelineOp(*op) for op in depth_first_schedule(plan)]
-    schedule = plan_pipeline(parents, lengths, PipelineCosts.uniform(len(lengths), 1), 1, 1, plan.peak_in_flight_tokens)
+    schedule = plan_pipeline(parents, lengths, uniform_costs(len(lengths), 1), 1, 1, plan.peak_in_flight_tokens)
     assert schedule.ops == [expected]
     assert backward_order(parents) == [op.segment for op in expected if op.kind is B]
     assert peak_in_flight(schedule, lengths) == [plan.peak_in_flight_tokens]
@@ -64,7 +63,7 @@ def test_forward_only(stages: int, chunks: int) -> None:
         schedule = forward_only_pipeline(count, stages, chunks)
         check_schedule(schedule, parents)
         assert [len(ops) for ops in schedule.ops] == [count * chunks] * stages
-        timeline = simulate(schedule, parents, PipelineCosts.uniform(count, stages * chunks, 1.0, 1.0))
+        timeline = simulate(schedule, parents, uniform_costs(count, stages * chunks, 1.0, 1.0))
         if count % stages == 0 and count:
             assert timeline.makespan == count * chunks + stages - 1
 

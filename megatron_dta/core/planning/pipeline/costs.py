@@ -47,14 +47,6 @@ class PipelineCosts:
         return (np.asarray(self.forward) + np.asarray(self.backward)).sum(axis=1)
 
     @classmethod
-    def uniform(
-        cls, num_segments: int, num_virtual_stages: int, forward: float = 1.0, backward: float = 2.0
-    ) -> PipelineCosts:
-        """Create equal times for every segment on every virtual stage."""
-        shape = num_virtual_stages, num_segments
-        return cls(np.full(shape, float(forward)), np.full(shape, float(backward)))
-
-    @classmethod
     def of_segments(
         cls,
         model: CostModel,
