@@ -232,8 +232,9 @@ def check_request(
     prompt = token_ids.size if request.prompt_length is None else request.prompt_length
     if not (1 <= prompt <= token_ids.size and 0 <= request.sampled_before <= token_ids.size - prompt):
         raise ValueError(f"{where}: prompt_length and sampled_before do not fit its {token_ids.size} tokens")
-    if request.request_id in held or any(request.request_id in ids for ids in in_use):
-        raise ValueError(f"{where}: the id is in use")
+    for ids in (held, *in_use):
+        if request.request_id in ids:
+            raise ValueError(f"{where}: the id is in use")
     # Without its sign, a negative id is a large one.
     if int(token_ids.view(f"u{token_ids.itemsize}").max()) >= (vocab_size or 2**31):
         raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")

@@ -171,8 +171,9 @@ class InProcessEngine(RolloutEngine):
         for request_id in request_ids:
             if request_id not in self._held:
                 raise ValueError(f"request {request_id} is not held")
-            sequence = self._held.pop(request_id)
-            self._scheduler.release(sequence)
+        released = [self._held.pop(request_id) for request_id in request_ids]
+        self._scheduler.release(*released)
+        for sequence in released:
             self.drafting.released(sequence)
         self._free_when_unused()
 
@@ -187,8 +188,7 @@ class InProcessEngine(RolloutEngine):
     def update_weights(self, policy_version: int, checkpoint: Path | None = None) -> None:
         """Drop all held K/V, since the trainer has changed the weights in place."""
         self._refuse_while_running("update_weights")
-        for sequence in self._held.values():
-            self._scheduler.release(sequence)
+        self._scheduler.release(*self._held.values())
         self._free_when_unused()
         self._policy_version = policy_version
         self.drafting.weights_changed(policy_version)

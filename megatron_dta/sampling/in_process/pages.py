@@ -67,9 +67,9 @@ class PagePool:
             self._kept.pop(page, None)
 
     def give_back(self, pages: np.ndarray) -> None:
-        """Removes a holder from each of ``pages``; a page without holders becomes free unless it is expected."""
-        self._holders[pages] -= 1
-        for page in pages[self._holders[pages] == 0].tolist():
+        """Removes a holder for each entry; a page without holders becomes free unless it is expected."""
+        np.subtract.at(self._holders, pages, 1)
+        for page in dict.fromkeys(pages[self._holders[pages] == 0].tolist()):
             if self._is_useful(page):
                 self._kept[page] = None
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class Request:
     Attributes:
         generation: the request as it was submitted.
         tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
-        num_known_tokens: those that it had when it began to run.
+        num_known_tokens: those that it had when it began to run; 0 if its parent has computed all but the last one.
         num_computed_tokens: positions whose K and V are stored in the first pages of ``table``.
         table: int64 page numbers; the first ``num_pages`` are held.
         logprobs: float64 [max_tokens], logprobs of the sampled tokens.
@@ -42,11 +43,15 @@ class Request:
         self.table = np.zeros(-(-len(self.tokens) // page_size), dtype=np.int64)
         self.common_with_parent = 0 if parent is None else common_prefix(parent.tokens[: parent.num_tokens], context)
         # A long context is mostly its parent's, so only the new part is hashed.
-        self._digests = [] if parent is None else parent.digests()[: self.common_with_parent // page_size]
-        full = self.digests()
-        rest = context[len(full) * page_size :].tobytes()
-        self.context_digest = extend_digest((full[-1] if full else b"") + b"context", rest)
+        self._digests = [] if parent is None else parent._digests[: self.common_with_parent // page_size]
         self.is_running = self.was_admitted = self.released = self.has_lost_state = False
+
+    @cached_property
+    def context_digest(self) -> bytes:
+        """Digest of the context."""
+        full = self.digests()[: self.context_length // self.page_size]
+        rest = self.tokens[len(full) * self.page_size : self.context_length].tobytes()
+        return extend_digest((full[-1] if full else b"") + b"context", rest)
 
     def missing(self, known: int) -> list[bytes]:
         """Digests of the prefixes of more than ``known`` tokens that are not computed yet: those of full pages, and

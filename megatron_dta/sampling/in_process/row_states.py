@@ -40,6 +40,9 @@ class StateScheduler(Scheduler):
     request that computes a context for which others wait stops there once.
     """
 
+    def _is_covered(self, request: Request) -> bool:
+        return False  # others may copy the state of a request that computes one token
+
     def _find_prefix(self, request: Request) -> StatePrefix:
         limit, end = request.num_tokens - 1, request.context_length - 1
         prefix, parent = StatePrefix(request.table[:0], 0, False), request.parent

@@ -87,6 +87,8 @@ class Scheduler:
         self._held: dict[Request, None] = {}
         # Running requests by the digest of each prefix that they are computing.
         self._pending: dict[bytes, Request] = {}
+        # Held requests whose pages no digest names yet: children find those of their parent without.
+        self._unnamed: dict[Request, None] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -102,7 +104,8 @@ class Scheduler:
         """Add a new or preempted request to the queue."""
         if request.parent is not None:
             request.parent.waiting_children += 1
-        request.expected = request.missing(request.common_with_parent)  # the parent is held until it starts
+        # The parent is held until it starts.
+        request.expected = [] if self._is_covered(request) else request.missing(request.common_with_parent)
         self.pool.expect(request.expected)
         bisect.insort(self.waiting, request, key=attrgetter("arrival"))
 
@@ -210,21 +213,22 @@ class Scheduler:
         """Finish ``request``; it keeps its pages if it is held."""
         self._stop(request)
         if request.generation.hold:
-            self._register(request, request.num_known_tokens)
-            self._held[request] = None
+            self._held[request] = self._unnamed[request] = None
         else:
             self._drop_pages(request)
 
-    def release(self, request: Request) -> None:
-        """Release a finished request: it gets no new children, and waiting ones can still reuse its pages."""
-        request.released = True
-        if request.waiting_children == 0 and request in self._held:
+    def release(self, *requests: Request) -> None:
+        """Release finished requests: they get no new children, and waiting ones can still reuse their pages."""
+        for request in requests:
+            request.released = True
+        over = [request for request in requests if request.waiting_children == 0 and request in self._held]
+        for request in over:
             del self._held[request]
-            self._drop_pages(request)
+        self._drop_pages(*over)
 
     def _record_computed(self, request: Request, count: int) -> None:
         """Record K and V of the next ``count`` tokens. Pages of tokens sampled since the request began are registered
-        when it ends, as nothing can reuse them before."""
+        after it has ended, as nothing can reuse them before."""
         before = request.num_computed_tokens
         request.num_computed_tokens += count
         if before < request.num_known_tokens:
@@ -292,9 +296,12 @@ class Scheduler:
         else:
             self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
+        is_covered = self._is_covered(request)
         request.was_admitted, request.is_running, request.num_known_tokens = True, True, request.num_tokens
+        if is_covered:
+            request.num_known_tokens = 0
         self.running[request] = None
-        for digest in request.missing(request.num_computed_tokens):
+        for digest in [] if is_covered else request.missing(request.num_computed_tokens):
             self._pending.setdefault(digest, request)
         parent = request.parent
         if parent is not None:
@@ -304,12 +311,23 @@ class Scheduler:
             if parent.released:
                 self.release(parent)
 
+    def _is_covered(self, request: Request) -> bool:
+        """Whether the parent has computed all but the last token of a request that is about to run."""
+        parent, limit = request.parent, request.num_tokens - 1
+        return parent is not None and 0 < limit <= min(parent.num_computed_tokens, request.common_with_parent)
+
+    def _name_pages(self) -> None:
+        """Register the pages of all held requests."""
+        for request in self._unnamed:
+            self._register(request, max(request.num_known_tokens, request.context_length - 1))
+        self._unnamed.clear()
+
     def _find_prefix(self, request: Request) -> Prefix:
         size, limit, parent = request.page_size, request.num_tokens - 1, request.parent
-        length = 0 if parent is None or not parent.num_pages else parent.num_computed_tokens
-        length = min(length, limit, request.common_with_parent)
-        if 0 < length == limit:
-            return Prefix(parent.table[: -(-length // size)], length, False)
+        if self._is_covered(request):
+            return Prefix(parent.table[: -(-limit // size)], limit, False)
+        length = 0 if parent is None else min(parent.num_computed_tokens, limit, request.common_with_parent)
+        self._name_pages()
         pages: list[int] = []
         for digest in request.digests()[: limit // size]:
             page = self.pool.find(digest)
@@ -342,6 +360,7 @@ class Scheduler:
             victim = next(iter(self._held), None)
         if victim is None:
             return False
+        self._name_pages()
         del self._held[victim]
         self._drop_pages(victim)
         self.counts["evictions"] += 1
@@ -357,12 +376,15 @@ class Scheduler:
         del self.running[request]
         request.is_running = False
 
-    def _drop_pages(self, request: Request) -> None:
-        if request.num_computed_tokens < request.num_known_tokens:
-            self._clear_pending(request.missing(request.num_computed_tokens), request)
+    def _drop_pages(self, *requests: Request) -> None:
         # Of expected pages, the last ones are the first to go.
-        self.pool.give_back(request.table[: request.num_pages][::-1])
-        request.num_pages = request.num_computed_tokens = 0
+        pages = [request.table[: request.num_pages][::-1] for request in requests]
+        self.pool.give_back(np.concatenate([*pages, np.zeros(0, np.int64)]))
+        for request in requests:
+            self._unnamed.pop(request, None)
+            if request.num_computed_tokens < request.num_known_tokens:
+                self._clear_pending(request.missing(request.num_computed_tokens), request)
+            request.num_pages = request.num_computed_tokens = 0
 
     def _clear_pending(self, digests: list[bytes], request: Request) -> None:
         for digest in digests:

@@ -160,8 +160,7 @@ class TreeSampler:
         nodes_of: dict[int, list[int]] = {}
         for query, node, _ in decoded:
             nodes_of.setdefault(query, []).append(node)
-        for query in sorted(nodes_of):
-            self._release(query, nodes_of[query])
+        self._engine.release([i for query in sorted(nodes_of) for i in self._over(query, nodes_of[query])])
         grown = [(query, node, self._growing[query]) for query, node, _ in decoded]
         return [(i, g.policy.tree.nodes[n], g.context(n)[0]) for i, n, g in grown if g.policy.tree.nodes[n].end]
 
@@ -195,8 +194,8 @@ class TreeSampler:
             self._growing[query].environments[node] = state
         return dict(zip(turns, outcomes, strict=True))
 
-    def _release(self, query: int, decoded: Sequence[int]) -> None:
-        """Release the K/V of nodes that get no more children, after the nodes ``decoded``."""
+    def _over(self, query: int, decoded: Sequence[int]) -> list[int]:
+        """The requests of nodes that get no more children, after the nodes ``decoded``; they are held no longer."""
         growing = self._growing[query]
         policy, nodes = growing.policy, growing.policy.tree.nodes
         # With fallback all nodes but leaves are kept until the tree is complete.
@@ -207,5 +206,4 @@ class TreeSampler:
             if policy.needs_no_more_children(node) and all(nodes[child].reported for child in nodes[node].children)
         ]
         growing.held.difference_update(over)
-        if over:
-            self._engine.release([self._requests[query, node] for node in over])
+        return [self._requests[query, node] for node in over]
