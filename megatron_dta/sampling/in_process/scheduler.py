@@ -297,9 +297,8 @@ class Scheduler:
             self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
         is_covered = self._is_covered(request)
-        request.was_admitted, request.is_running, request.num_known_tokens = True, True, request.num_tokens
-        if is_covered:
-            request.num_known_tokens = 0
+        request.was_admitted = request.is_running = True
+        request.num_known_tokens = 0 if is_covered else request.num_tokens
         self.running[request] = None
         for digest in [] if is_covered else request.missing(request.num_computed_tokens):
             self._pending.setdefault(digest, request)
