@@ -27,8 +27,8 @@ class DraftedRows:
 
     Args:
         most_tokens: maximum number of tokens of a pass.
-        take: enters what a pass has drawn, given the number of graphs captured until its end, and whether the next one
-            has been launched, for which its rows keep pages. Returns those that have ended.
+        take: enters what a pass has drawn, given the graphs captured so far and whether the next pass has been
+            launched, for which its rows keep pages. Returns those that have ended.
 
     Attributes:
         rows: those that go on with drafts; none if the next pass is planned from the requests.
