@@ -17,7 +17,7 @@ The decisions depend only on the scheduler, so all ranks of a tensor group make 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatron_dta.sampling.in_process.drafting import NO_DRAFT
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.row_states import RowStates
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
+from megatron_dta.sampling.in_process.settings import FEW_REQUESTS
 from megatron_dta.sampling.params import SamplingParams
 
 _NO_GUESS = np.full(1, -1, np.int32)
@@ -101,6 +102,13 @@ class Flight:
 def drawn_columns(counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
     """The last ``widths[i]`` tokens of each row among those of a pass with ``counts[i]`` tokens of each row."""
     return np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(widths.sum())
+
+
+def most_passes(burst: int, num_running: int, counts: Mapping[str, float]) -> int:
+    """Passes of the next burst: twice ``burst`` where many rows take the host longer than they take a device, unless
+    requests end so soon that much would be computed past their ends."""
+    is_long = counts["decoded_tokens"] >= 6 * burst * max(1, counts["requests"])
+    return 2 * burst if is_long and num_running >= FEW_REQUESTS and burst > 1 else burst
 
 
 @dataclass(frozen=True)
