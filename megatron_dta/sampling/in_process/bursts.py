@@ -76,16 +76,17 @@ class Flight:
 
     Attributes:
         rows: its requests; those that have ended since then get none of its tokens.
-        counts, steps: int64 [rows], see ``Burst``.
+        steps: int64 [rows], see ``Burst``.
         num_passes: number of its passes.
         running: what the device draws.
+        columns: tokens of the first pass after which something is drawn; None: all.
     """
 
     rows: list[Request]
-    counts: np.ndarray
     steps: np.ndarray
     num_passes: int
     running: RunningBurst
+    columns: np.ndarray | None = None
 
     def live(self) -> list[int]:
         """The rows that have not ended."""
@@ -97,11 +98,6 @@ class Flight:
         steps = self.steps[live]
         is_run = np.arange(self.num_passes) < steps[:, None]
         return Drawn([self.rows[i] for i in live], tokens.T[live][is_run], logprobs.T[live][is_run], steps)
-
-
-def drawn_columns(counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """The last ``widths[i]`` tokens of each row among those of a pass with ``counts[i]`` tokens of each row."""
-    return np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(widths.sum())
 
 
 def most_passes(burst: int, num_running: int, counts: Mapping[str, float]) -> int:
@@ -142,10 +138,11 @@ class Launcher:
         starts = np.array([row.num_computed_tokens for row in rows])
         drawn = noise_of(rows, drafts, self.params, self.iteration, int(steps.max()))
         noise = np.zeros((len(drawn), int(counts.sum())))
-        noise[:, drawn_columns(counts, widths)] = drawn
+        columns = np.repeat(np.cumsum(counts) - np.cumsum(widths), widths) + np.arange(drawn.shape[1])
+        noise[:, columns] = drawn
         states = self.states.for_burst(rows, starts, steps)
         burst = Burst(np.concatenate(pieces), starts, counts, [row.table for row in rows], steps, noise, states)
-        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))
+        return Flight(rows, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params), columns)
 
     def ahead(self, last: Flight, most: int) -> Flight | None:
         """The burst after ``last``, whose tokens the host does not know; None if it must know them."""
@@ -174,4 +171,4 @@ class Launcher:
         tokens = np.array([row.tokens[row.num_computed_tokens] for row in plan.rows], np.int64)
         tables, counts = [row.table for row in rows], np.ones(len(rows), np.int64)
         burst = Burst(tokens, starts, counts, tables, steps, noise, follows=(last.running, columns))
-        return Flight(rows, counts, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))
+        return Flight(rows, steps, len(noise), self.steps.launch(self.cache(plan), burst, self.params))

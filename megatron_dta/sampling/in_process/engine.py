@@ -32,7 +32,7 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.degenerate import DegenerateDetector
-from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher, drawn_columns, most_passes
+from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher, most_passes
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.in_process.drafted_rows import DraftedRows
@@ -294,8 +294,7 @@ class InProcessEngine(RolloutEngine):
         (tokens,), (logprobs,) = flight.running.read()
         self._scheduler.complete(plan)
         widths = np.array([len(draft) + 1 for draft in drafts])
-        columns = drawn_columns(flight.counts, widths)
-        return Drawn(plan.rows, tokens[columns], logprobs[columns], widths, drafts)
+        return Drawn(plan.rows, tokens[flight.columns], logprobs[flight.columns], widths, drafts)
 
     def _land(self, flight: Flight, began: float) -> list[Request]:
         """Launch the next burst if possible, and take the tokens of ``flight``. Returns the requests that ended."""
