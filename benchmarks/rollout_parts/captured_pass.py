@@ -29,14 +29,13 @@ def run_pass(arguments: argparse.Namespace, setup: Setup) -> Iterator[dict[str, 
     if setup.device.type != "cuda":
         raise InputError("pass: this part needs a CUDA GPU")
     for count in arguments.rows:
-        case = _Case(setup, count, arguments.cached_tokens, arguments.block_size, arguments.shared_tokens)
-        yield _measured(case, arguments.profile)
+        yield _measured(_Case(setup, count, arguments.cached_tokens, arguments.block_size), arguments.profile)
 
 
 class _Case:
-    """Sequences with random pages, of which each 16 share the first, and the static pass over them."""
+    """Sequences with random pages, and the static pass over them."""
 
-    def __init__(self, setup: Setup, count: int, cached: int, page_size: int, shared: int) -> None:
+    def __init__(self, setup: Setup, count: int, cached: int, page_size: int) -> None:
         self.setup, self.model, self.count, self.cached = setup, setup.model.model_chunks[0], count, cached
         self.shape, device = head_shape(setup.model), setup.device
         width = -(-(cached + 1) // page_size)
@@ -52,12 +51,11 @@ class _Case:
         for pages in (self.cache.keys, self.cache.values):
             for tensor in pages.values():
                 tensor.normal_()
-        order = np.random.default_rng(0).permutation(count * width).reshape(count, width)
-        order[:, : shared // page_size] = order[np.arange(count) // 16 * 16, : shared // page_size]
-        self.tables = torch.from_numpy(order.ravel()).to(device)
+        order = np.random.default_rng(0).permutation(count * width)
+        self.tables = torch.from_numpy(order).to(device)
         starts, counts = np.full(count, cached - 1), np.ones(count, np.int64)
-        self._rows = pass_rows(starts, counts, list(order), page_size)
-        self._rows = replace(self._rows, tables=order.ravel(), table_begins=np.arange(count) * width)
+        self._rows = pass_rows(starts, counts, list(order.reshape(count, width)), page_size)
+        self._rows = replace(self._rows, table_begins=np.arange(count) * width)
         self._tiles = static_tiles(starts, counts, self._rows, self.shape.tile_tokens(1))
 
     def static(self) -> StaticPass:
@@ -67,8 +65,7 @@ class _Case:
         )
         words = static.empty_words(1)
         noise = np.random.default_rng(1).random((1, self.count))
-        shares = self._rows.shares(self._rows.positions, np.ones(self.count, np.int64), self.shape)
-        static.pack(words, self._rows.positions[None], self._rows.slots[None], noise, self._tiles[None], shares[None])
+        static.pack(words, self._rows.positions[None], self._rows.slots[None], noise, self._tiles[None])
         static.words.copy_(torch.from_numpy(words[0]))
         return static
 

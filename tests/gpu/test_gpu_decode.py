@@ -10,7 +10,6 @@ import torch
 from conftest import seed_all
 from decode_layer_cases import fused_model, passes
 from dta_kernels.layers.few_rows import tiles_for
-from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
@@ -20,7 +19,6 @@ from megatron_dta.core.model.decode.paged_context import PagedContext
 from megatron_dta.core.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.interface import GenerationRequest, generate
-from mixed_rows_cases import mixed_error
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
 from sampling_cases import SHAPES, make_model, random_prompts
@@ -65,17 +63,6 @@ def test_the_compiled_kernels_equal_their_twin(
             for programs in (1, 10**6):
                 patched.setattr(launch, "_PROGRAMS", programs)
                 assert torch.equal(out[:n], case.run(config))
-
-
-@pytest.mark.parametrize(("layout", "terms"), [(QKVLayout(3, 3, 64), 1), (QKVLayout(8, 2, 128), 3)])
-def test_sequences_that_share_pages_get_the_bits_that_they_get_alone(
-    layout: QKVLayout, terms: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(launch, "_SHARED_PROGRAMS", 1)
-    starts = [3, 65, 300, 512, 700, 640, 90, 5000, 4097, 4100, 600, 601]
-    config = paged_config(layout.heads_per_group, layout.head_size, torch.bfloat16, 1)
-    shape = layout, layout.head_size, terms > 1, terms, torch.bfloat16
-    assert mixed_error(seed_all(terms), starts, *shape, CUDA, config, same_bits=False) < BOUNDS[torch.bfloat16]
 
 
 def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,6 @@ from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.sampling.config import SamplingConfig
-from megatron_dta.sampling.in_process import bursts
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, bucket, why_not_captured
 from megatron_dta.sampling.in_process.drafting import Round
 from megatron_dta.sampling.in_process.request import Request
@@ -77,9 +76,8 @@ def test_a_forest_of_requests_in_float32(kind: str):
 
 @interpreter
 @pytest.mark.parametrize(("seed", "kind"), enumerate(["plain", "mixed", "suffix"]))
-def test_random_settings_change_no_sample(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_random_settings_change_no_sample(seed: int, kind: str):
     """Short pools, few rows, pages of a position, bursts of any length."""
-    monkeypatch.setattr(bursts, "FEW_REQUESTS", 1)
     rng = seed_all(1000 + seed)
     model = make_model(seed, torch.float32, **GROUPED | dict(num_layers=1))
     drive = Drive(int(rng.integers(1000)), prompts=2, depth=2, longest=24)
@@ -294,14 +292,6 @@ def test_why_experts_and_meshes_are_not_captured(monkeypatch: pytest.MonkeyPatch
         assert "CUDA GPU" in why_not_captured(dense)
         patched.setattr(dense.config, "sequence_parallel", True)
         assert "--sequence-parallel" in why_not_captured(dense)
-
-
-def test_bursts_are_longer_where_many_rows_run_for_long():
-    counts = {"decoded_tokens": 4800.0, "requests": 100.0}
-    assert bursts.most_passes(8, bursts.FEW_REQUESTS, counts) == 16
-    assert bursts.most_passes(8, bursts.FEW_REQUESTS - 1, counts) == 8
-    assert bursts.most_passes(8, 1000, counts | {"requests": 101.0}) == 8
-    assert bursts.most_passes(1, 1000, counts) == 1
 
 
 def test_buckets_hold_what_they_are_for():

@@ -142,7 +142,8 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
         for parent, count, fallback in forks:
             for _ in range(count):
                 path = (*tree.nodes[parent].path, len(tree.nodes[parent].children))
-                node = tree.add_child(parent, fallback, number, node_key(query.number, path))
+                node = tree.add_child(parent, fallback, number)
+                assert tree.nodes[node].key == node_key(query.number, path)
                 prefix, tokens, logprobs = tree.tokens(parent).tolist(), [], []
                 tokens_left = settings.max_response_tokens - tree.response_length(parent)
                 while len(tokens) < min(tokens_left, settings.segment_tokens or tokens_left) and EOS not in tokens:

@@ -37,8 +37,8 @@ def _kernel(
     q = tl.load(q_NHD + offset, mask=stored, other=0.0)
     scale_2 = scale * 1.4426950408889634  # log2(e)
     acc, lse = attend_part(
-        q, first_position + query, scale_2, k_MGD + group * D, v_MGD + group * D, tables + table_begin, tiles, query, 1,
-        0, 0, first_position + count, G * D, D, BLOCK_D, 1, BLOCK_M, BLOCK_N, False,
+        q, first_position + query, scale_2, k_MGD + group * D, v_MGD + group * D, tables + table_begin, 0,
+        first_position + count, G * D, D, BLOCK_D, 1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.store(out_NHD + offset, acc.to(out_NHD.dtype.element_ty), mask=stored)
     tl.store(lse_HN + head.to(tl.int64) * num_queries + first + query, lse * 0.6931471805599453, mask=exists)

@@ -40,12 +40,16 @@ def load_tile(tiles, tile):
 
 
 @triton.jit
-def _add_keys(
-    acc, total, largest, q, position, scale_2, keys_of, values_of, table, begin, stop, STRIDE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+def attend_part(
+    q, position, scale_2, keys_of, values_of, table, begin, stop, STRIDE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys ``begin .. stop`` of a sequence to the sums of rows, which see them up to ``position``."""
+    """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. A
+    position has ``STRIDE`` elements."""
     channel = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     key = begin + tl.arange(0, BLOCK_N)
     page = tl.load(table + key // S, mask=key < stop, other=0)
     for start in tl.range(begin, stop, BLOCK_N):
@@ -72,40 +76,6 @@ def _add_keys(
         acc = acc * decay[:, None]
         acc = product(probability.to(q.dtype), v, acc)
         largest = new_largest
-    return acc, total, largest
-
-
-@triton.jit
-def attend_part(
-    q, position, scale_2, keys_of, values_of, tables, tiles, member, members, common, begin, stop,
-    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """Attention to the keys ``begin .. stop``: the weighted mean of their values, and the log-sum-exp in base 2. A
-    position has ``STRIDE`` elements; ``tables`` is the page table.
-
-    SHARES: the rows are those of the ``members`` tiles of one token from ``tiles`` on (``member`` says of which each
-    is), and ``tables`` is where all page tables begin. The first ``common`` keys, whole blocks, are the same: the first
-    tile's are added to all rows, then those of each tile that follow. What a row does not see adds exactly zero to it,
-    so it gets the bits that it gets alone.
-    """
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if SHARES:
-        fork = begin + tl.minimum(tl.maximum(common - begin, 0), stop - begin) // BLOCK_N * BLOCK_N
-        for i in tl.range(0, members):
-            _, _, last, table_begin = load_tile(tiles, i)
-            acc, total, largest = _add_keys(
-                acc, total, largest, q, tl.where(member == i, position, fork - 1), scale_2, keys_of, values_of,
-                tables + table_begin, tl.where(i == 0, begin, fork), tl.minimum(stop, last + 1), STRIDE, D, BLOCK_D, S,
-                BLOCK_N,
-            )  # fmt: skip
-    else:
-        acc, total, largest = _add_keys(
-            acc, total, largest, q, position, scale_2, keys_of, values_of, tables, begin, stop, STRIDE, D, BLOCK_D, S,
-            BLOCK_N,
-        )  # fmt: skip
     total = tl.where(total > 0, total, 1.0)
     return acc / total[:, None], largest + tl.log2(total)
 
@@ -135,18 +105,16 @@ def _merged_parts(
 
 @triton.jit
 def attend_parts(
-    q, position, exists, token, keys_of, values_of, tables, tiles, member, members, common, head, end, programs,
-    num_tokens, scale, out_NHD, part_out, part_lse, arrived, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, MIN_PART: tl.constexpr, SHARES: tl.constexpr,
+    q, position, exists, token, keys_of, values_of, table, head, end, num_tokens, scale, out_NHD, part_out, part_lse,
+    arrived, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
 ):  # fmt: skip
-    """A program's parts of the ``end`` keys of a tile, and the merge, if it is the last one of ``programs``.
+    """Attention of a tile's queries: this program's parts of the ``end`` keys, and the merge, if it is the last one.
 
-    position, exists, token, head: of each row. keys_of, values_of: of the group. tables .. common, SHARES: see
-    ``attend_part``; all members have parts of the same length.
+    position, exists, token, head: of each row. keys_of, values_of: of the group.
     """
     length = part_length(end, PARTS, MIN_PART)
-    parts = tl.cdiv(end, length)
+    parts, programs = tl.cdiv(end, length), tl.num_programs(1)
     channel = tl.arange(0, BLOCK_D)
     stored = exists[:, None] & (channel < D)[None, :]
     scale_2 = scale * 1.4426950408889634  # log2(e): all exponentials are powers of two
@@ -156,8 +124,7 @@ def attend_parts(
         begin = part * length
         stop = tl.minimum(begin + length, end)
         acc, lse = attend_part(
-            q, position, scale_2, keys_of, values_of, tables, tiles, member, members, common, begin, stop, G * D, D,
-            BLOCK_D, S, BLOCK_M, BLOCK_N, SHARES,
+            q, position, scale_2, keys_of, values_of, table, begin, stop, G * D, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if PARTS == 1 or parts == 1:
             tl.store(out_NHD + at[:, None] * D + channel[None, :], acc.to(out_NHD.dtype.element_ty), mask=stored)
@@ -204,8 +171,8 @@ def paged_attention_kernel(
     q = tl.load(query + offsets[:, None] + channel[None, :], mask=stored, other=0.0)
     attend_parts(
         q, first_position + own_query, exists, first + own_query, keys_of + group * D, values_of + group * D,
-        tables + table_begin, tiles, own_query, 1, 0, group * J + row % J, end, tl.num_programs(1), num_tokens, scale,
-        out_NHD, part_out, part_lse, arrived, H, G, D, BLOCK_D, S, BLOCK_M, BLOCK_N, PARTS, MIN_PART, False,
+        tables + table_begin, group * J + row % J, end, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G,
+        D, BLOCK_D, S, BLOCK_M, BLOCK_N, PARTS, MIN_PART,
     )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ TILE_FIELDS = 4
 # Longest run for which the keys are divided among programs: longer runs fill a GPU without this.
 LONGEST_SPLIT_RUN = 64
 
-# Programs of a launch, if there are that many parts; where sequences share programs, the fewest and the most.
-_PROGRAMS, _SHARED_PROGRAMS, _DIVIDED_PROGRAMS = 1024, 384, 4096
+# Programs of a launch, if there are that many parts.
+_PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,6 @@ class PagedConfig:
     def tokens_of(self, group_size: int) -> int:
         """Maximum number of tokens of a tile, for this number of query heads of each key/value head."""
         return self.rows // group_size
-
-    def part_length(self, num_keys: np.ndarray) -> np.ndarray:
-        """Keys of a part of so many, as in the kernels."""
-        return -(-num_keys // (self.parts * self.min_part)) * self.min_part
 
 
 @lru_cache(maxsize=256)
@@ -88,12 +84,14 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
 def tiles_of(
     starts: np.ndarray, counts: np.ndarray, table_begins: np.ndarray, first_token: int, tokens: int
 ) -> np.ndarray:
-    """Tiles of at most ``tokens`` tokens for rows that append ``counts[i]`` tokens after ``starts[i]`` positions: int64
-    [T, 4], ``TILE_FIELDS``.
+    """Tiles of at most ``tokens`` tokens for rows that append ``counts[i]`` tokens after ``starts[i]`` positions.
 
     Args:
         table_begins: where each row's page table begins.
         first_token: first token of the first row; the tokens of the rows are consecutive.
+
+    Returns:
+        int64 [T, 4], ``TILE_FIELDS``.
     """
     first = first_token + counts.cumsum() - counts
     if counts.max() <= tokens:
@@ -103,55 +101,6 @@ def tiles_of(
     offset = tokens * (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
     held = np.minimum(tokens, counts[row] - offset)
     return np.stack([first[row] + offset, held, starts[row] + offset, table_begins[row]], axis=1).astype(np.int64)
-
-
-def most_sharing(config: PagedConfig, group_size: int, programs: int) -> int:
-    """Maximum number of sequences of a program, each with its new key, if one each would need so many programs."""
-    return max(1, min(config.rows // (group_size + 1), programs // _SHARED_PROGRAMS))
-
-
-def shared_keys(
-    starts: np.ndarray, steps: np.ndarray, table_begins: np.ndarray, tables: np.ndarray, page_size: int,
-    heads: tuple[int, int], config: PagedConfig,
-) -> np.ndarray:  # fmt: skip
-    """Which sequences of one new token a pass, for ``steps`` passes, have one program read the pages that they share.
-
-    Example: pages have 64 keys, and four sequences the tables 1 2 3, 1 2 4, 1 2 5 and 7 8. If three fit into a program,
-    the first one's reads 1 and 2 for three, and 3, 4 and 5 for one each: (3, 128), (0, 0), (0, 0), (1, 0). This changes
-    no bit: each sequence has the same blocks of keys in the same order.
-
-    Args:
-        starts, table_begins, tables: see ``tiles_of`` and ``paged_attention``. heads: H and G.
-
-    Returns:
-        int64 [rows, 2]: the number of sequences, from this one on, of its program, 0 if it is another one's; and the
-        keys that they have in common, whole blocks.
-    """
-    (num_heads, num_groups), n = heads, len(starts)
-    shares = np.tile(np.array([1, 0]), (n, 1))
-    most = most_sharing(config, num_heads // num_groups, n * num_groups)
-    if most < 2:
-        return shares
-    before = slice(None, -1)
-    pages = np.minimum(starts[1:], starts[before]) // page_size
-    offset = np.arange(pages.sum()) - np.repeat(pages.cumsum() - pages, pages)
-    first, second = (tables[np.repeat(begins, pages) + offset] for begins in (table_begins[before], table_begins[1:]))
-    differs = np.append(np.flatnonzero(first != second), len(offset))
-    # The first page that differs, of each pair of neighbors.
-    begins = pages.cumsum() - pages
-    pages = np.minimum(differs[np.searchsorted(differs, begins)] - begins, pages)
-    lengths = np.stack([config.part_length(starts + 1), config.part_length(starts + steps), steps])
-    is_alike = (lengths[:, 1:] == lengths[:, before]).all(0) & (lengths[0] == lengths[1])[1:]
-    common = np.where(is_alike, pages * page_size // config.keys * config.keys, 0)
-    leader, members, keys = 0, 1, 0
-    for row, shared in enumerate(common.tolist(), 1):
-        together = shared if members == 1 else min(keys, shared)
-        if members < most and members * together > (members - 1) * keys:
-            members, keys = members + 1, together
-            shares[leader], shares[row, 0] = (members, keys), 0
-        else:
-            leader, members, keys = row, 1, 0
-    return shares
 
 
 @dataclass
@@ -207,13 +156,6 @@ def attention_grid(tiles: Tensor, num_groups: int, config: PagedConfig) -> tuple
     programs = tiles.shape[0] * num_groups
     # Each part is computed alone, so that its result does not depend on the number of programs that share a tile.
     return programs, max(1, min(config.parts, _PROGRAMS // programs))
-
-
-def shared_grid(tiles: Tensor, num_groups: int, group_size: int, config: PagedConfig) -> tuple[tuple[int, int], int]:
-    """``attention_grid`` where programs may have several sequences, and the programs for each sequence's parts."""
-    programs, of_tile = attention_grid(tiles, num_groups, config)
-    divided = min(most_sharing(config, group_size, programs), max(1, _DIVIDED_PROGRAMS // programs))
-    return (programs, min(config.parts, of_tile * divided)), of_tile
 
 
 @lru_cache(maxsize=256)

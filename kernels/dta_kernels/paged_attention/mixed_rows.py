@@ -5,9 +5,6 @@ that has the last part of a tile's keys writes the key and the value to their pa
 no kernel and no tensor is between the product and the attention. Bits are those of ``qkv_rope_pages`` and the
 attention after it, as far as the compiler sums a head's channels in the same order.
 
-Sequences that share their first pages, as the branches of a tree and the answers to one prompt do, are one program's,
-which reads these pages once (``launch.shared_keys``).
-
 No sequence may read what another one writes in the same pass.
 
 Legend: see ``kernels``, and ``layers.qkv_rope`` for the mixed rows; S terms of a product of few rows.
@@ -27,8 +24,8 @@ from dta_kernels.launch import Launcher
 from dta_kernels.layers.few_rows import sum_of_terms
 from dta_kernels.layers.qkv_rope import MixedQKV
 from dta_kernels.overlap import wait_for_previous
-from dta_kernels.paged_attention.kernels import attend_parts, part_length
-from dta_kernels.paged_attention.launch import PagedConfig, Parts, attention_constants, shared_grid
+from dta_kernels.paged_attention.kernels import attend_parts, load_tile, part_length
+from dta_kernels.paged_attention.launch import PagedConfig, Parts, attention_constants, attention_grid
 
 
 @triton.jit
@@ -44,25 +41,23 @@ def _weights(q_weight_in, k_weight_in, channel, is_query, is_key):
 
 @triton.jit
 def _turned(
-    source, cos_of, sin_of, q_weight_in, k_weight_in, eps, size, head, exists, element: tl.constexpr,
-    TERMS: tl.constexpr, ROWS: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr,
+    source, cos_of, sin_of, q_weight_in, k_weight_in, eps, size, element: tl.constexpr, TERMS: tl.constexpr,
+    ROWS: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The ``J`` queries of each token's group and its key, [ROWS, BLOCK_D], normalized and rotated as by ``turn_head``.
-    Where each row begins (``source``, ``cos_of``, ``sin_of``), its ``head`` and ``exists`` are of shape [ROWS, 1]."""
+    """The ``J`` queries of a token's group and its key, [ROWS, BLOCK_D], normalized and rotated as by ``turn_head``."""
     # All tensors have the same shape, so that none of them changes its layout.
-    head = tl.broadcast_to(head, (ROWS, BLOCK_D))
+    row = tl.broadcast_to(tl.arange(0, ROWS)[:, None], (ROWS, BLOCK_D))
     channel = tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (ROWS, BLOCK_D))
     # The compiler knows that remainders of neighbors are neighbors.
     angle, partner = channel % HALF, (channel + HALF) % (2 * HALF)
-    stored, turns = exists & (channel < D), exists & (channel < 2 * HALF)
-    value = sum_of_terms(source + channel, stored, size, TERMS, element)
-    other = sum_of_terms(source + partner, turns, size, TERMS, element)
+    stored, turns = (row <= J) & (channel < D), (row <= J) & (channel < 2 * HALF)
+    value = sum_of_terms(source + row * D + channel, stored, size, TERMS, element)
+    other = sum_of_terms(source + row * D + partner, turns, size, TERMS, element)
     cos = tl.load(cos_of + angle, mask=turns, other=1.0)
     sin = tl.load(sin_of + angle, mask=turns, other=0.0)
     if NORM:
-        of_own = _weights(q_weight_in, k_weight_in, channel, stored & (head < J), stored & (head == J))
-        of_other = _weights(q_weight_in, k_weight_in, partner, turns & (head < J), turns & (head == J))
+        of_own = _weights(q_weight_in, k_weight_in, channel, stored & (row < J), stored & (row == J))
+        of_other = _weights(q_weight_in, k_weight_in, partner, turns & (row < J), turns & (row == J))
         total = _squares(value, channel, 0, HALF) + _squares(value, channel, HALF, 2 * HALF)
         if D > 2 * HALF:
             total += _squares(value, channel, 2 * HALF, D)
@@ -71,62 +66,48 @@ def _turned(
     return tl.fma(value, cos, other * tl.where(channel < HALF, -sin, sin)).to(element)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "programs"],
-    do_not_specialize_on_alignment=["tiles", "shares", "tables", "addresses", "slots"],
-)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tiles", "tables", "addresses", "slots"])
 def _kernel(
     mixed_in, cos_in, sin_in, q_weight_in, k_weight_in, out_NHD, part_out, part_lse, arrived, addresses, slots, tiles,
-    shares, tables, num_tokens, programs, scale, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    MIN_PART: tl.constexpr, OVERLAP: tl.constexpr, TERMS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    tables, num_tokens, scale, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, MIN_PART: tl.constexpr,
+    OVERLAP: tl.constexpr, TERMS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles x G, programs of a tile); a tile has one token or none. A program has the tokens of as many tiles,
-    from its own on, as ``shares`` says, J + 1 rows for each; ``programs`` for each of these share the tile's parts."""
+    """The grid of ``paged_attention_kernel``; a tile has one token or none, and more rows than queries of a group."""
     element: tl.constexpr = out_NHD.dtype.element_ty
     J: tl.constexpr = H // G
-    tile, group = tl.program_id(0) // G, tl.program_id(0) % G
-    row = tl.arange(0, BLOCK_M)
-    member, head = row // (J + 1), row % (J + 1)
+    group = tl.program_id(0) % G
     # Inputs of the whole pass, which no kernel of it writes.
-    first = tl.load(tiles + tile * 4)
-    members, common = tl.load(shares + 2 * tile).to(tl.int32), tl.load(shares + 2 * tile + 1).to(tl.int32)
-    exists = member < members
-    position = tl.load(tiles + tl.minimum(tile + member, tl.num_programs(0) // G - 1) * 4 + 2).to(tl.int32)
-    position = tl.where(exists, position, -1)
-    slot = tl.load(slots + first + member, mask=exists, other=-1)
+    token, count, position, table_begin = load_tile(tiles, tl.program_id(0) // G)
     keys_of = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(element)), 16) + group * D
     values_of = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(element)), 16) + group * D
+    slot = tl.load(slots + token)
     wait_for_previous(OVERLAP)
-    if members == 0:
+    if count == 0:
         return
-    end = tl.max(position) + 1
-    length = part_length(end, PARTS, MIN_PART)
-    programs = tl.minimum(programs * members, tl.num_programs(1))
-    if tl.program_id(1) >= tl.minimum(tl.cdiv(end, length), programs):
+    parts = tl.cdiv(position + 1, part_length(position + 1, PARTS, MIN_PART))
+    if tl.program_id(1) >= parts:
         return
-    token = first + member
-    source = mixed_in + ((token * G + group) * ((J + 2) * D) + head * D)[:, None]
+    source = mixed_in + (token * G + group) * ((J + 2) * D)
     size = num_tokens.to(tl.int64) * (G * (J + 2) * D)
-    is_key = exists & (head == J) & (slot >= 0)
-    is_last = tl.program_id(1) == (tl.cdiv(position + 1, length) - 1) % programs
-    channel = tl.arange(0, BLOCK_D)[None, :]
-    written = (is_key & is_last)[:, None] & (channel < D)
+    row, channel = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    writes = (slot >= 0) & (tl.program_id(1) == (parts - 1) % tl.num_programs(1))
+    has_value = channel < tl.where(writes, D, 0)
+    value = sum_of_terms(source + (J + 1) * D + channel, has_value, size, TERMS, element)
     q = _turned(
-        source, cos_in + (token * HALF)[:, None], sin_in + (token * HALF)[:, None], q_weight_in, k_weight_in, eps, size,
-        head[:, None], exists[:, None], element, TERMS, BLOCK_M, J, D, BLOCK_D, HALF, NORM,
+        source, cos_in + token * HALF, sin_in + token * HALF, q_weight_in, k_weight_in, eps, size, element, TERMS,
+        BLOCK_M, J, D, BLOCK_D, HALF, NORM,
     )  # fmt: skip
     # The row after the queries is the key; as a query it is computed, too, but not stored.
-    target = slot[:, None] * (G * D) + channel
-    tl.store(keys_of + target, q, mask=written)
-    value = sum_of_terms(source + D + channel, written, size, TERMS, element)
-    tl.store(values_of + target, value.to(element), mask=written)
+    tl.store(keys_of + slot * (G * D) + row * 0 + channel, q, mask=has_value & (row == J))
+    tl.store(values_of + slot * (G * D) + channel, value.to(element), mask=has_value)
     # Other threads of the program read them.
     tl.debug_barrier()
+    head = tl.arange(0, BLOCK_M)
     attend_parts(
-        q, position, exists & (head < J), token, keys_of, values_of, tables, tiles + tile * 4, member, members, common,
-        group * J + head, end, programs, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G, D, BLOCK_D, S,
-        BLOCK_M, BLOCK_N, PARTS, MIN_PART, True,
+        q, position + head * 0, head < J, token + head * 0, keys_of, values_of, tables + table_begin, group * J + head,
+        position + 1, num_tokens, scale, out_NHD, part_out, part_lse, arrived, H, G, D, BLOCK_D, S, BLOCK_M, BLOCK_N,
+        PARTS, MIN_PART,
     )  # fmt: skip
 
 
@@ -138,8 +119,8 @@ def _launcher(rotated: tuple[int, bool, int], *shape: Any) -> Launcher:
 
 
 def attend_mixed(
-    rows: MixedQKV, out_NHD: Tensor, addresses: Tensor, slots: Tensor, page_size: int, tiles: Tensor, shares: Tensor,
-    tables: Tensor, scale: float, config: PagedConfig, parts: Parts,
+    rows: MixedQKV, out_NHD: Tensor, addresses: Tensor, slots: Tensor, page_size: int, tiles: Tensor, tables: Tensor,
+    scale: float, config: PagedConfig, parts: Parts,
 ) -> None:  # fmt: skip
     """Write K and V of ``rows`` to their slots, and their attention to ``out_NHD``; rows of no tile are unchanged.
 
@@ -148,15 +129,14 @@ def attend_mixed(
         out_NHD: contiguous, in the dtype of the pages, to which the sum of terms is rounded.
         slots: int64 [n] (page x positions + offset), negative for none.
         addresses, page_size, tiles, tables, parts: see ``paged_attention``; a tile has one token.
-        shares: int64 [T, 2], ``shared_keys`` of ``config``.
     """
     (n, H, D), G = out_NHD.shape, rows.layout.num_groups
     if tiles.shape[0] == 0:
         return
     config = replace(config, rows=max(config.rows, triton.next_power_of_2(H // G + 1)))
     rotated = rows.cos.shape[1], rows.q_weight is not None, rows.mixed.shape[0] if rows.mixed.dim() == 3 else 1
-    grid, programs = shared_grid(tiles, G, H // G, config)
+    grid = attention_grid(tiles, G, config)
     _launcher(rotated, H, G, D, page_size, config)(
-        grid, *rows.inputs(), out_NHD, *parts.at_least(config, out_NHD, grid[0]), addresses, slots, tiles, shares,
-        tables, n, programs, scale, rows.eps,
+        grid, *rows.inputs(), out_NHD, *parts.at_least(config, out_NHD, grid[0]), addresses, slots, tiles, tables, n,
+        scale, rows.eps,
     )  # fmt: skip

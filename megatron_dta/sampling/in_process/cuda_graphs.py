@@ -141,11 +141,6 @@ class Burst:
     states: tuple[DecodeStates, np.ndarray] | None = None
     follows: tuple[RunningBurst, np.ndarray] | None = None
 
-    @property
-    def run(self) -> int:
-        """Tokens of a row for which the attention is configured; one value for drafts of all lengths."""
-        return 1 if self.noise.shape[1] == len(self.counts) else 16
-
 
 class RunningBurst:
     """The draws of a launched burst, after each token of each pass.
@@ -272,7 +267,7 @@ class DecodeSteps:
         on_host = packed.numpy()
         on_host[:size], on_host[size:] = static.empty, rows.tables
         on_host[first : first + len(burst.token_ids)] = burst.token_ids
-        _fill(static, on_host[None], burst, rows, self._shape)
+        _fill(static, on_host[None], burst, rows, self._shape.tile_tokens(self._run_of(burst)))
         static.inputs.copy_(packed[:size], non_blocking=True)
         self._tables[: len(rows.tables)].copy_(packed[size:], non_blocking=True)
         return captured.run()[None]
@@ -297,12 +292,17 @@ class DecodeSteps:
         words = static.empty_words(len(burst.noise))
         rows = pass_rows(burst.starts, burst.counts + burst.steps - 1, burst.tables, self._page_size)
         rows = replace(rows, table_begins=rows.table_begins + tables_before)
-        _fill(static, words, burst, rows, self._shape)
+        _fill(static, words, burst, rows, self._shape.tile_tokens(self._run_of(burst)))
         return words, rows.tables
+
+    @staticmethod
+    def _run_of(burst: Burst) -> int:
+        """Tokens of a row for which the attention is configured; one value for drafts of all lengths."""
+        return 1 if burst.noise.shape[1] == len(burst.counts) else 16
 
     def _captured(self, burst: Burst, params: SamplingParams, chunk: int = 0) -> CapturedPass:
         """The pass of the rank's model chunk ``chunk`` for ``burst``."""
-        num_tokens, run = bucket(burst.noise.shape[1]), burst.run
+        num_tokens, run = bucket(burst.noise.shape[1]), self._run_of(burst)
         if run > 1 and num_tokens < 256:  # reading the weights is what takes time, and every size is a capture
             num_tokens = max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
         # There are at most as many tiles as tokens, and empty tiles cost less than captures for each number of tiles.
@@ -371,16 +371,13 @@ def _pass(model: TreeGPTModel, static: StaticPass, hidden: Tensor | None, params
     return drawn
 
 
-def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, shape: HeadShape) -> None:
-    """Write the burst's positions, slots, noise, tiles and shares into ``words``."""
-    (num_steps, n), shares = burst.noise.shape, None
+def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, tile_tokens: int) -> None:
+    """Write the burst's positions, slots, noise and tiles into ``words``."""
+    num_steps, n = burst.noise.shape
     state_slots = None if burst.states is None else burst.states[1]
-    goes_on = np.arange(num_steps)[:, None] < burst.steps
-    if burst.run == 1 and shape.has_kernels:
-        shares = rows.shares(burst.starts, burst.steps, shape) * goes_on[:, :, None]
     if num_steps == 1:
-        tiles = static_tiles(burst.starts, burst.counts, rows, shape.tile_tokens(burst.run))
-        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None], shares, state_slots)
+        tiles = static_tiles(burst.starts, burst.counts, rows, tile_tokens)
+        static.pack(words, rows.positions[None], rows.slots[None], burst.noise, tiles[None], state_slots)
         return
     row = np.repeat(np.arange(n), burst.steps)
     step = np.arange(len(row)) - np.repeat(np.cumsum(burst.steps) - burst.steps, burst.steps)
@@ -390,5 +387,5 @@ def _fill(static: StaticPass, words: np.ndarray, burst: Burst, rows: PassRows, s
     tiles[step, row] = np.stack([row, np.ones_like(row), rows.positions, rows.table_begins[row]], axis=1)
     if state_slots is not None:
         # A row that has left the burst keeps the state with which it left.
-        state_slots = np.where(goes_on, state_slots, -1)
-    static.pack(words, positions, slots, burst.noise, tiles, shares, state_slots)
+        state_slots = np.where(np.arange(num_steps)[:, None] < burst.steps, state_slots, -1)
+    static.pack(words, positions, slots, burst.noise, tiles, state_slots)

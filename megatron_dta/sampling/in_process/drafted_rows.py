@@ -27,8 +27,8 @@ class DraftedRows:
 
     Args:
         most_tokens: maximum number of tokens of a pass.
-        take: enters what a pass has drawn, given the number of graphs captured until its end, and whether the next one
-            has been launched, for which its rows keep pages. Returns those that have ended.
+        take: enters what a pass has drawn, given the graphs captured so far and whether the next pass has been
+            launched, for which its rows keep pages. Returns those that have ended.
 
     Attributes:
         rows: those that go on with drafts; none if the next pass is planned from the requests.
@@ -48,7 +48,6 @@ class DraftedRows:
         self._last = np.array([row.tokens[row.num_tokens - 1] for row in rows], np.int32)
         self._noise_begin = self._num_tokens
         self._noise = np.zeros((len(rows), 0))
-        self._index, self._once = np.arange(len(rows)), np.ones(len(rows), np.int64)
         self._positions = np.array([row.num_pages * row.page_size for row in rows])
         self._tables = [row.table for row in rows]
 
@@ -85,7 +84,7 @@ class DraftedRows:
         inputs[:, 0] = self._last
         inputs[is_run & (columns > 0)] = np.concatenate(drafts)
         noise, starts = self._noise_of(columns)[is_run][None], self._num_tokens - 1
-        burst = Burst(inputs[is_run], starts, counts, self._tables, self._once, noise)
+        burst = Burst(inputs[is_run], starts, counts, self._tables, np.ones(n, np.int64), noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
         self._enter(True)
         (tokens,), (logprobs,) = running.read()
@@ -103,7 +102,6 @@ class DraftedRows:
         self._num_tokens, self._last, self._limits = self._num_tokens[kept], self._last[kept], self._limits[kept]
         self._noise, self._noise_begin = self._noise[kept], self._noise_begin[kept]
         self._positions = self._positions[kept]
-        self._index, self._once = self._index[: len(kept)], self._once[: len(kept)]
 
     def _has_pages(self, ends: np.ndarray) -> bool:
         """Whether there are pages for all positions before ``ends``; reserves them."""
@@ -120,4 +118,4 @@ class DraftedRows:
             params, steps = self._launcher.params, max(_NOISE_AHEAD, len(columns))
             self._noise_begin, done, none = self._num_tokens, 0 * done, [NO_DRAFT] * len(self.rows)
             self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps).T
-        return self._noise[self._index[:, None], done[:, None] + columns]
+        return np.take_along_axis(self._noise, done[:, None] + columns, axis=1)

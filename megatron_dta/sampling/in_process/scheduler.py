@@ -221,10 +221,7 @@ class Scheduler:
         """Release finished requests: they get no new children, and waiting ones can still reuse their pages."""
         for request in requests:
             request.released = True
-        over = [request for request in requests if request.waiting_children == 0 and request in self._held]
-        for request in over:
-            del self._held[request]
-        self._drop_pages(*over)
+        self._drop_pages(*[row for row in requests if row.waiting_children == 0 and row in self._held])
 
     def _record_computed(self, request: Request, count: int) -> None:
         """Record K and V of the next ``count`` tokens. Pages of tokens sampled since the request began are registered
@@ -297,9 +294,8 @@ class Scheduler:
             self.counts["reused_tokens"] += request.num_computed_tokens
             self.counts["prefilled_tokens"] += behind
         is_covered = self._is_covered(request)
-        request.was_admitted, request.is_running, request.num_known_tokens = True, True, request.num_tokens
-        if is_covered:
-            request.num_known_tokens = 0
+        request.was_admitted = request.is_running = True
+        request.num_known_tokens = 0 if is_covered else request.num_tokens
         self.running[request] = None
         for digest in [] if is_covered else request.missing(request.num_computed_tokens):
             self._pending.setdefault(digest, request)
@@ -361,7 +357,6 @@ class Scheduler:
         if victim is None:
             return False
         self._name_pages()
-        del self._held[victim]
         self._drop_pages(victim)
         self.counts["evictions"] += 1
         return True
@@ -381,6 +376,7 @@ class Scheduler:
         pages = [request.table[: request.num_pages][::-1] for request in requests]
         self.pool.give_back(np.concatenate([*pages, np.zeros(0, np.int64)]))
         for request in requests:
+            self._held.pop(request, None)
             self._unnamed.pop(request, None)
             if request.num_computed_tokens < request.num_known_tokens:
                 self._clear_pending(request.missing(request.num_computed_tokens), request)

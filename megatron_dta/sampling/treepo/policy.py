@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dta.sampling.treepo.budget import branch_budget, certain_branches, divide_by_logprob, divide_evenly
-from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers, node_key
+from megatron_dta.sampling.treepo.keys import Decision, QueryNumbers
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree
 
@@ -175,8 +175,7 @@ class QueryPolicy:
 
     def _child(self, parent: int, round_number: int, fallback: bool = False) -> int:
         self._round(round_number)
-        path = (*self.tree.nodes[parent].path, len(self.tree.nodes[parent].children))
-        return self.tree.add_child(parent, fallback, round_number, node_key(self.tree.query, path))
+        return self.tree.add_child(parent, fallback, round_number)
 
     def _round(self, number: int) -> _Round:
         while len(self._rounds) <= number:

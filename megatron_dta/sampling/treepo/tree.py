@@ -25,6 +25,10 @@ from enum import Enum
 
 import numpy as np
 
+from megatron_dta.sampling.treepo.keys import node_key
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
 
 class EndReason(Enum):
     """Why a path became a leaf."""
@@ -36,7 +40,7 @@ class EndReason(Enum):
     ENVIRONMENT_FAILED = "environment_failed"  # a step raised, timed out or returned an invalid value
 
 
-@dataclass
+@dataclass(slots=True)
 class TreeNode:
     """One node; ``token_ids`` is empty until its request has finished.
 
@@ -63,8 +67,8 @@ class TreeNode:
     fallback: bool = False
     round: int = -1
     key: int = 0
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
+    logprobs: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
     num_sampled: int = 0
     length: int = 0
     reward: float = 0.0
@@ -92,13 +96,14 @@ class SampledTree:
         self.query = query
         self.nodes = [root]
 
-    def add_child(self, parent: int, fallback: bool, round_number: int, key: int) -> int:
+    def add_child(self, parent: int, fallback: bool, round_number: int) -> int:
         """Add a node without tokens below ``parent`` and return its index."""
-        above = self.nodes[parent]
-        node = TreeNode(parent, (*above.path, len(above.children)), fallback or above.fallback, round_number, key)
-        self.nodes.append(node)
-        above.children.append(len(self.nodes) - 1)
-        return len(self.nodes) - 1
+        above, index = self.nodes[parent], len(self.nodes)
+        path = (*above.path, len(above.children))
+        key = node_key(self.query, path)
+        self.nodes.append(TreeNode(parent, path, fallback or above.fallback, round_number, key))
+        above.children.append(index)
+        return index
 
     def fill(self, index: int, token_ids: np.ndarray, logprobs: np.ndarray, policy_version: int) -> None:
         """Store the tokens that were sampled for a node."""

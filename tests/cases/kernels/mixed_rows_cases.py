@@ -11,7 +11,6 @@ from dta_kernels.paged_attention.launch import (
     Parts,
     paged_attention,
     paged_attention_reference,
-    shared_keys,
     write_pages_reference,
 )
 from dta_kernels.paged_attention.mixed_rows import attend_mixed
@@ -32,24 +31,11 @@ def mixed_error(
     config: PagedConfig,
     same_bits: bool,
 ) -> float:
-    """Relative error of the output for sequences of ``starts`` cached positions, of which neighbors with more than 64
-    share the first 64, and rows of no sequence behind them; checks that pages are what is expected, that programs of
-    one sequence and of several give the same bits and, if ``same_bits``, that these are those of the kernels one after
-    the other."""
+    """Relative error of the output for sequences of ``starts`` cached positions, and rows of no sequence behind them;
+    checks that pages are what is expected, that a repeat gives the same bits and, if ``same_bits``, that these are
+    those of the kernels one after the other."""
     (G, P, D), n, extra = layout, len(starts), 2
     case = PagedCase.random(generator, starts, [1] * n, (G * P, G, D), dtype, device, page_size=4)
-    for i in range(1, n):
-        if min(starts[i - 1 : i + 1]) > 64:
-            before, begin = case.table_begins[i - 1 : i + 1]
-            case.tables[begin : begin + 16] = case.tables[before : before + 16].clone()
-    on_host = case.table_begins, case.tables.cpu().numpy()
-    shares = shared_keys(case.starts, np.ones(n, np.int64), *on_host, 4, (G * P, G), config)
-    one_by_one = np.tile([1, 0], (n, 1))
-    assert (shares != one_by_one).any() == (config.rows > 2 * P + 1 and min(starts[-2:]) > 64)
-    shares, one_by_one = (
-        torch.from_numpy(np.concatenate([rows, np.zeros((extra, 2), np.int64)])).to(device)
-        for rows in (shares, one_by_one)
-    )
 
     def draw(*size: int) -> torch.Tensor:
         return torch.from_numpy(generator.standard_normal(size)).float().to(device)
@@ -62,27 +48,26 @@ def mixed_error(
     slots = torch.cat([case.slots, torch.full((extra,), -1, device=device)])
     tiles, pools, parts = case.tiles(1, extra), (case.keys.clone(), case.values.clone()), Parts()
 
-    def run(shares: torch.Tensor) -> torch.Tensor:
+    def run() -> torch.Tensor:
         case.keys.copy_(pools[0])
         case.values.copy_(pools[1])
         out = torch.full((n + extra, G * P, D), NAN, dtype=dtype, device=device)
-        attend_mixed(rows, out, case.addresses, slots, 4, tiles, shares, case.tables, case.scale, config, parts)
+        attend_mixed(rows, out, case.addresses, slots, 4, tiles, case.tables, case.scale, config, parts)
         return out
 
-    actual = run(one_by_one)
-    assert torch.equal(actual[:n], run(shares)[:n])
-    assert torch.equal(actual[:n], run(shares)[:n])
+    actual = run()
+    assert torch.equal(actual[:n], run()[:n])
     assert actual[n:].isnan().all()
     assert parts.arrived is None or not parts.arrived.any()
     pages = case.keys.clone(), case.values.clone()
     case.keys.copy_(pools[0])
     case.values.copy_(pools[1])
     if same_bits:
-        query, separate = torch.empty_like(actual), torch.empty_like(actual)
+        query, one_by_one = torch.empty_like(actual), torch.empty_like(actual)
         write_to_pages(rows, query, case.addresses, slots)
-        of_paged = query[:n], separate[:n], case.addresses, G, 4, tiles, case.tables, case.scale, config, Parts()
+        of_paged = query[:n], one_by_one[:n], case.addresses, G, 4, tiles, case.tables, case.scale, config, Parts()
         paged_attention(*of_paged)
-        assert torch.equal(actual[:n], separate[:n])
+        assert torch.equal(actual[:n], one_by_one[:n])
     total = mixed.sum(0).to(dtype) if terms > 1 else mixed
     doubles = (None if weight is None else weight.double() for weight in weights)
     tables = angle.cos().double(), angle.sin().double()

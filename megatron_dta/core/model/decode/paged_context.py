@@ -28,7 +28,6 @@ from dta_kernels.paged_attention.launch import (
     Parts,
     paged_attention,
     paged_config,
-    shared_keys,
     tiles_of,
     write_pages,
 )
@@ -84,7 +83,6 @@ class PagedContext(AttentionContext):
         slots: int64 [n], slots of the tokens' K and V, negative for none.
         tables: int64, the page tables, concatenated.
         launches: tiles (int64 [T, 4]) and their settings.
-        shares: int64 [T, 2], ``shared_keys`` of a pass that ``decodes``.
         decodes: whether every row of the pass has one token.
         direct_until: number of the last layer that ``decode_layer`` computes in this pass, with all layers before it;
             None if modules compute all layers.
@@ -101,7 +99,6 @@ class PagedContext(AttentionContext):
     slots: Tensor | None = None
     tables: Tensor | None = None
     launches: list[tuple[Tensor, PagedConfig]] = field(default_factory=list)
-    shares: Tensor | None = None
     decodes: bool = False
     direct_until: int | None = None
     carried: Tensor | None = None
@@ -134,8 +131,10 @@ class PagedContext(AttentionContext):
 
         (tiles, config), (G, P, D) = self.launches[0], rows.layout
         out = self._out_of((len(self.slots), G * P, D), like)
-        pages = self.pages_of(layer_number), self.slots, self.page_size, tiles, self.shares, self.tables
-        attend_mixed(rows, out, *pages, scale, config, self._parts)
+        addresses = self.pages_of(layer_number)
+        attend_mixed(
+            rows, out, addresses, self.slots, self.page_size, tiles, self.tables, scale, config, self._parts
+        )  # fmt: skip
         return out
 
     def _out_of(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -159,12 +158,6 @@ class PassRows:
     slots: np.ndarray
     tables: np.ndarray
     table_begins: np.ndarray
-    page_size: int
-
-    def shares(self, starts: np.ndarray, steps: np.ndarray, shape: HeadShape) -> np.ndarray:
-        """``shared_keys`` of the rows in ``steps`` passes of one token each."""
-        begins, heads = self.table_begins - self.table_begins[0], (shape.num_heads, shape.num_groups)
-        return shared_keys(starts, steps, begins, self.tables, self.page_size, heads, shape.config(1))
 
 
 def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarray], page_size: int) -> PassRows:
@@ -174,7 +167,7 @@ def pass_rows(starts: np.ndarray, counts: np.ndarray, tables: Sequence[np.ndarra
     begins, ends = widths.cumsum() - widths, counts.cumsum()
     positions = np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
     pages = flat[begins.repeat(counts) + positions // page_size]
-    return PassRows(positions, pages * page_size + positions % page_size, flat, begins, page_size)
+    return PassRows(positions, pages * page_size + positions % page_size, flat, begins)
 
 
 def paged_context(
@@ -193,14 +186,11 @@ def paged_context(
             first = int(counts[: part.start].sum())
             tile_tokens = shape.tile_tokens(run)
             arrays.append(tiles_of(starts[part], counts[part], rows.table_begins[part], first, tile_tokens))
-    if decodes := bool((counts == 1).all()):
-        arrays.append(rows.shares(starts, counts, shape))
     positions, slots, flat, *tiles = upload(arrays, cache.device)
-    shares = tiles.pop().view(-1, 2) if decodes else None
     launches = [(t.view(-1, TILE_FIELDS), config) for t, config in zip(tiles, configs, strict=True)]
     context = PagedContext(
         position_ids=positions, addresses=cache.addresses, layer_rows=cache.layer_rows, page_size=cache.page_size,
-        num_groups=shape.num_groups, slots=slots, tables=flat, launches=launches, shares=shares, decodes=decodes,
+        num_groups=shape.num_groups, slots=slots, tables=flat, launches=launches, decodes=bool((counts == 1).all()),
     )  # fmt: skip
     return context, order
 
@@ -217,7 +207,7 @@ class StaticPass:
         input_ids: int64 [1, num_tokens]; in ``inputs`` behind the ``words``. ``empty``: these without any token.
         noise: float64 [num_tokens].
         context: attends with the values that the fields hold when it runs.
-        words: int64, the output of ``pack``: positions, slots, noise, slots of states, tiles, and shares.
+        words: int64, the output of ``pack``: positions, slots, noise, slots of states, and tiles.
         state_slots: int64 [num_tokens], -1 for tokens that change no state.
     """
 
@@ -236,8 +226,7 @@ class StaticPass:
         self.context = PagedContext(
             position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
             num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
-            launches=[(self.words[4 * n : -2 * n].view(-1, TILE_FIELDS), shape.config(run))],
-            shares=self.words[-2 * n :].view(-1, 2), decodes=run == 1,
+            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))], decodes=run == 1,
         )  # fmt: skip
 
     def _allocate(self, n: int, device: torch.device) -> None:
@@ -252,7 +241,7 @@ class StaticPass:
     def empty_words(self, steps: int) -> np.ndarray:
         """``words`` of ``steps`` passes on the host, without any token: int64 [steps, words]."""
         n = self.num_tokens
-        words = np.zeros((steps, (6 + TILE_FIELDS) * n), np.int64)
+        words = np.zeros((steps, (4 + TILE_FIELDS) * n), np.int64)
         words[:, n : 2 * n] = words[:, 3 * n : 4 * n] = -1
         return words
 
@@ -263,11 +252,10 @@ class StaticPass:
         slots: np.ndarray,
         noise: np.ndarray,
         tiles: np.ndarray,
-        shares: np.ndarray | None,
         state_slots: np.ndarray | None = None,
     ) -> None:
-        """Fill ``words`` [steps, words] with positions, slots, noise and slots of states [steps, n], tiles
-        [steps, T, 4] and shares [steps, T, 2] (None if the pass does not decode)."""
+        """Fill ``words`` [steps, words] with positions, slots, noise and slots of states [steps, n] and tiles
+        [steps, T, 4]."""
         n, tokens = self.num_tokens, positions.shape[1]
         words[:, :tokens] = positions
         words[:, n : n + tokens] = slots
@@ -275,6 +263,3 @@ class StaticPass:
         if state_slots is not None:
             words[:, 3 * n : 3 * n + tokens] = state_slots
         words[:, 4 * n : 4 * n + TILE_FIELDS * tiles.shape[1]] = tiles.reshape(len(words), -1)
-        if shares is not None:
-            begin = (4 + TILE_FIELDS) * n
-            words[:, begin : begin + 2 * shares.shape[1]] = shares.reshape(len(words), -1)

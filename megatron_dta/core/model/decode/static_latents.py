@@ -39,7 +39,7 @@ class StaticLatents(StaticPass):
         """Attends with the values that ``words`` holds, of which it is made anew in every run."""
         n, size = self.num_tokens, self._cache.page_size
         positions, slots = self.words[:n], self.words[n : 2 * n]
-        begins = self.words[4 * n : -2 * n].view(-1, TILE_FIELDS)[:, 3]
+        begins = self.words[4 * n :].view(-1, TILE_FIELDS)[:, 3]
         columns = torch.arange(self._width, device=begins.device)
         pages = self._tables[(begins.unsqueeze(1) + columns).clamp_(max=len(self._tables) - 1)]
         # Entries behind a row's table are of other rows, or of a cache that was larger.
