@@ -17,7 +17,7 @@ The decisions depend only on the scheduler, so all ranks of a tensor group make 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,6 @@ from megatron_dta.sampling.in_process.drafting import NO_DRAFT
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.row_states import RowStates
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
-from megatron_dta.sampling.in_process.settings import FEW_REQUESTS
 from megatron_dta.sampling.params import SamplingParams
 
 _NO_GUESS = np.full(1, -1, np.int32)
@@ -98,13 +97,6 @@ class Flight:
         steps = self.steps[live]
         is_run = np.arange(self.num_passes) < steps[:, None]
         return Drawn([self.rows[i] for i in live], tokens.T[live][is_run], logprobs.T[live][is_run], steps)
-
-
-def most_passes(burst: int, num_running: int, counts: Mapping[str, float]) -> int:
-    """Passes of the next burst: twice ``burst`` where many rows take the host longer than they take a device, unless
-    requests end so soon that much would be computed past their ends."""
-    is_long = counts["decoded_tokens"] >= 6 * burst * max(1, counts["requests"])
-    return 2 * burst if is_long and num_running >= FEW_REQUESTS and burst > 1 else burst
 
 
 @dataclass(frozen=True)

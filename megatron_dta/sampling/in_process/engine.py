@@ -32,7 +32,7 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.degenerate import DegenerateDetector
-from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher, most_passes
+from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.in_process.drafted_rows import DraftedRows
@@ -240,7 +240,7 @@ class InProcessEngine(RolloutEngine):
         is_static = is_static and (num_tokens == len(plan.rows) or not self._one_a_row)
         if is_static and num_tokens == len(plan.rows):
             is_short = self._undrafted < _MAX_SHORT_BURSTS and self.drafting.asks_next
-            burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS) if is_short else self._most_passes()
+            burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
             return self._land(self._launcher().first(plan, drafts, burst), began)
         drawn = (self._run_static if is_static else self._run_eager)(plan, drafts)
         return self._take(drawn if num_drafted else replace(drawn, drafts=None), began, num_tokens, 1) if drawn else []
@@ -300,13 +300,10 @@ class InProcessEngine(RolloutEngine):
         """Launch the next burst if possible, and take the tokens of ``flight``. Returns the requests that ended."""
         self._flight = None
         if self._settings.burst > 1 and not self.drafting.asks_next:
-            self._flight = self._launcher().ahead(flight, self._most_passes())
+            self._flight = self._launcher().ahead(flight, self._settings.burst)
         self._count_static(flight.num_passes)
         drawn = flight.drawn()
         return self._take(drawn, began, len(drawn.rows), 0)
-
-    def _most_passes(self) -> int:
-        return most_passes(self._settings.burst, len(self._scheduler.running), self._counts)
 
     def _launcher(self) -> Launcher:
         return Launcher(self._steps, self._scheduler, self._states, self._cache_for, self._params, self._iteration)

@@ -21,7 +21,7 @@ class EngineSettings:
         attention_impl: see ``TreeConfig``.
         static_passes: decode with tensors at fixed addresses, in CUDA graphs on a GPU, where
             ``cuda_graphs.why_not_captured`` allows it.
-        burst: with ``static_passes``, passes between two reads of tokens (``bursts.most_passes``); 1: one at a time.
+        burst: with ``static_passes``, maximum number of passes between two reads of tokens; 1: one pass at a time.
     """
 
     max_requests: int | None = None

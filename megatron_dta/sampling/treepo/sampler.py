@@ -67,7 +67,7 @@ class TreeSampler:
         most_results: taken between two polls, so that a device goes on soon with those that follow from them.
     """
 
-    most_results = 256
+    most_results = 128
 
     def __init__(
         self,
