@@ -5,8 +5,9 @@ drafts. The length of a response is the length of its whole path; it is known wh
 continues. Evaluations have separate trees.
 
 A clock decides which rounds ask for drafts (``speculation.clock``). Before it tries drafts there are no trees: complete
-samples are kept as arrays, and requests have no slots in the speculator. A round of a trial opens slots for its rows,
-which inserts what is known of their problems. When drafts have lost, the trees are dropped.
+samples are kept as arrays, which the speculator learns when a trial begins, and requests have no slots. A round of a
+trial opens slots for its rows, which inserts what is known of their problems. When drafts have lost, the trees are
+dropped.
 
 A checkpoint holds the recent samples of all replicas (``_share``), so those of the first replica serve any number of
 replicas. What is sampled does not depend on them.
@@ -31,10 +32,11 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation.clock import DraftingClock, PlainEnd, PlainSchedule
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.speculator import Proposal, Speculator
+from megatron_dta.sampling.speculation.waiting_samples import WaitingSamples
 
 _STATE = "speculation"
 _INSERT_SECONDS = 3e-6
-"""Assumed seconds to insert a token."""
+"""Assumed seconds to insert a token, or to learn a sample."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,6 +85,7 @@ class SuffixDrafting(Drafting):
         self._schedule = PlainSchedule()
         self._inserted = 0, 0.0  # tokens and seconds in this round
         self._digests: dict[int, tuple[str, np.ndarray]] = {}  # of prompts, by the identity of their arrays
+        self._waiting = WaitingSamples()
         # Complete samples that have not been shared with the other replicas yet.
         self._unshared: list[tuple[str, np.ndarray, np.ndarray]] = []
         self._unshared_lengths: list[tuple[str, int]] = []
@@ -206,7 +209,8 @@ class SuffixDrafting(Drafting):
             self._begins = False
 
     def _insert_seconds(self) -> float:
-        """About how long it takes to insert what the running requests need."""
+        """About how long it takes to insert what the running requests need; learns what waits."""
+        self._learn_waiting()
         running = [request for request in self._paths if request.is_running and request not in self._slots]
         tokens = sum(map(self._phase.drafter.missing_tokens, {self._path(request).problem for request in running}))
         return _INSERT_SECONDS * (tokens + sum(len(request.response) for request in running))
@@ -216,7 +220,28 @@ class SuffixDrafting(Drafting):
         self._slots.clear()
         self._phase.drop_trees()
 
+    def _learn_waiting(self) -> None:
+        if len(self._waiting):
+            began, count = time.perf_counter(), len(self._waiting)
+            self._waiting.learn(self.speculator)
+            self._inserted = self._inserted[0] + count, self._inserted[1] + time.perf_counter() - began
+
+    def _may_wait(self, request: Request) -> bool:
+        """Whether a request that has ended is a whole response, of which nothing must be known now."""
+        is_plain = self._clock is not None and self._schedule.is_plain and not (self._evaluates or self._is_shared)
+        is_whole = request.parent is None and not request.generation.hold and request.generation.prompt_length is None
+        return is_plain and is_whole and self._paths[request] is None and request not in self._slots
+
     def finished(self, request: Request) -> None:
+        if self._may_wait(request):
+            del self._paths[request]
+            prompt, response = request.generation.token_ids, request.response.copy()
+            problem = self._problem(prompt, None)
+            self._waiting.add(self._policy_version or 0, problem, prompt, response)
+            self._phase.learn_length(problem, len(response))
+            self._phase.report.add_sample(len(response), len(response), 0, 0)
+            return
+        self._learn_waiting()
         path, response, slot = self._path(request), request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
         self._schedule.ended.append(path)
@@ -268,6 +293,8 @@ class SuffixDrafting(Drafting):
         # The rollouts so far used the previous weights.
         self._end_paths()
         self.speculator.end_step(policy_version - 1)
+        params = self.speculator.drafter.params
+        self._waiting.drop(policy_version - 1 - params.window, params.max_tokens)
         if self._clock is None:
             self.speculator.drafter.insert_all()
 
@@ -284,6 +311,7 @@ class SuffixDrafting(Drafting):
                     speculator.learn_length(problem, length)
 
     def state_dict(self) -> dict[str, Any]:
+        self._learn_waiting()
         arrays = self.speculator.state_dict()
         state = {
             key: array.tolist() if array.dtype.kind == "U" else torch.tensor(array) for key, array in arrays.items()

@@ -240,9 +240,9 @@ class Speculator:
         self.report.add_sample(*counts)
         self._free.append(slot)
 
-    def learn(self, problem: str, context: np.ndarray, generated: np.ndarray) -> None:
-        """Keep a complete sample of this step without inserting it. The report does not count it."""
-        self.drafter.learn(problem, context, generated, self._step)
+    def learn(self, problem: str, context: np.ndarray, generated: np.ndarray, step: int | None = None) -> None:
+        """Keep a complete sample of this step, or of ``step``, without inserting it. The report does not count it."""
+        self.drafter.learn(problem, context, generated, self._step if step is None else step)
 
     def drop_trees(self) -> None:
         """Free the trees and all slots. What is complete is inserted again when samples of its problem are opened."""

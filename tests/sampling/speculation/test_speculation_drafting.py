@@ -188,3 +188,33 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool, monkeypatch
                 drafting.finished(row)
     assert any(any(map(len, drafts)) for drafts in drafted[0])
     assert (drafted[0] == drafted[1]) is not follows_clock
+
+
+@pytest.mark.parametrize("window", [2, 16])
+def test_samples_that_wait_are_learned_as_if_at_once(window: int, monkeypatch: pytest.MonkeyPatch):
+    """At the checkpoint, of the batches of the window; one drafting lets none wait."""
+    rng = seed_all(6)
+    initialize_parallel(5)
+    cost = ForwardCost(base=1e-3, per_token=1e-6)
+    draftings = [
+        SuffixDrafting(Speculator(DrafterParams(depth=4, window=window), SpeculationGate(cost, cost))) for _ in range(2)
+    ]
+    monkeypatch.setattr(draftings[1], "_may_wait", lambda request: False)
+    for version in range(4):
+        prompts = rng.integers(0, 50, (2, 6)).astype(np.int32)
+        answers = [rng.integers(0, 50, rng.integers(1, 9)).astype(np.int32) for _ in range(6)]
+        for drafting in draftings:
+            drafting.weights_changed(version)
+            rows = [Request(GenerationRequest(i, prompts[i % 2], 8, i), i, 16, None) for i in range(6)]
+            for row, answer in zip(rows, answers, strict=True):
+                drafting.submitted(row)
+                row.extend(answer, np.zeros(len(answer)))
+            for row in rows:
+                drafting.finished(row)
+            drafting.ended()
+    samples = 6 * min(window + 1, 4)  # the batches of the window before this one
+    assert [len(drafting._waiting) for drafting in draftings] == [samples, 0]
+    states = [drafting.state_dict() for drafting in draftings]
+    assert len(draftings[0]._waiting) == 0
+    assert str(states[0]) == str(states[1])
+    assert [len(drafting.speculator.drafter._complete) for drafting in draftings] == [samples] * 2

@@ -160,6 +160,7 @@ def test_lengths_are_those_of_responses(method: str, tmp_path: Path) -> None:
         assert known_lengths(drafting) == lengths
         assert max(lengths) > 3  # longer than a segment
         prompts = {r.token_ids[: int(np.argmax(r.loss_mask))].tobytes() for r in rollouts}
+        drafting.state_dict()  # learns what waits
         assert len(drafting.speculator.drafter.state_dict()["problems"]) == len(prompts)
         assert not drafting._paths
         (sentence,) = [line for line in printed.splitlines() if line.startswith("DAS: ")]
@@ -175,7 +176,9 @@ def test_rounds_of_dynamic_sampling_are_no_collections(method: str, tmp_path: Pa
         dynamic = "--dynamic-sampling --dynamic-sampling-max-rounds 3 --das-window 2 --train-iters 4"
         trainer, collections, _ = recorded_run(runs, f"{dynamic} {method}")
         rows = trainer.source.statistics()
-        speculator = trainer.source._inner._engine.drafting.speculator
+        drafting = trainer.source._inner._engine.drafting
+        speculator = drafting.speculator
+        drafting.state_dict()  # learns what waits
         assert rows["sampling_rounds"] == 3
         assert [{r.policy_version for r in collection} for collection in collections] == [{0}, {1}, {2}, {3}]
         assert set(speculator.drafter.state_dict()["steps"].tolist()) == {1, 2, 3}
@@ -199,6 +202,7 @@ def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
         drafting = trainer.source._engine.drafting
         report = drafting.speculator.current_report()
         counts = report.live, report.tokens, report.lengths, report.drafted, report.accepted
+        drafting.state_dict()  # learns what waits
         outcomes.append((drafting.speculator.state_dict(), known_lengths(drafting), counts))
     plain = outcomes[0]
     assert len(plain[1]) == 3 * 9
