@@ -227,6 +227,40 @@ def test_pages_kept_for_waiting_samples_give_way():
     assert scheduler.pool.peak_pages == 4
 
 
+def test_a_request_admitted_ahead_computes_one_token():
+    """A pool so short that the page which its prefix ends in gives way to it; then it waits for the next pass."""
+    scheduler = Scheduler(PagePool(4, 4), 5, 50)
+    for index, length in enumerate((4, 6, 6)):
+        request = GenerationRequest(index, np.arange(length) + length, 2, 0, hold=True)
+        scheduler.submit(Request(request, index, 4, None))
+        if index < 2:
+            scheduler.complete(scheduler.next_pass())
+    scheduler.finish(next(reversed(scheduler.running)))
+    assert scheduler.admit_ahead(0, 50) is None
+    assert scheduler.counts["evictions"] == 1
+    assert 2 in scheduler.next_pass().counts
+
+
+@pytest.mark.parametrize(("max_pages", "recomputed"), [(None, 0), (24, 6)])
+def test_children_share_pages_of_a_released_parent(max_pages: int | None, recomputed: int):
+    """A preempted child finds them with its siblings, and so does a request without a parent."""
+    scheduler = Scheduler(PagePool(4, max_pages), 10, 100)
+    scheduler.submit(parent := Request(GenerationRequest(0, np.arange(8), 16, 0, hold=True), 0, 4, None))
+    assert len(list(passes_of(scheduler))) == 16
+    for index in (1, 2, 3):
+        request = GenerationRequest(index, parent.tokens, 36, 0, hold=True)
+        scheduler.submit(Request(request, index, 4, parent))
+    passes = passes_of(scheduler)
+    next(passes)
+    scheduler.release(parent)
+    assert len(list(passes)) >= 35
+    scheduler.submit(Request(GenerationRequest(4, parent.tokens, 1, 0), 4, 4, None))
+    run_all(scheduler)
+    assert scheduler.counts["prefilled_tokens"] == 8 + 4
+    assert scheduler.counts["recomputed_tokens"] <= recomputed
+    assert (scheduler.counts["preemptions"] > 0) == (recomputed > 0)
+
+
 def test_rows_keep_what_a_loop_keeps():
     rng, row = seed_all(2), SimpleNamespace(detector=None)
     for case in range(200):

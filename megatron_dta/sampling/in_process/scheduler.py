@@ -175,20 +175,18 @@ class Scheduler:
 
     def reserve_pages(self, request: Request, end: int) -> int:
         """Reserve spare pages for the positions before ``end``. Returns the position up to which pages exist."""
-        size = request.page_size
-        missing = max(0, -(-end // size) - request.num_pages)
+        missing = max(0, -(-end // request.page_size) - request.num_pages)
         while missing > 0 and not self.pool.has_room(missing + len(self.running)):
             missing -= 1
         request.add_pages(self.pool.take(missing))
-        return min(end, request.num_pages * size)
+        return min(end, request.num_pages * request.page_size)
 
     def max_burst_steps(self, requests: list[Request], most: int, ahead: int = 0) -> np.ndarray:
         """Reserve pages for up to ``most`` decoding steps of each running request, which follow ``ahead`` steps that
         are running. Returns the steps, int64 [n]; 0 or less if not even the steps ahead of them have pages."""
         if most + ahead == 1 or not requests:
             return np.ones(len(requests), np.int64)
-        columns = [(len(row.tokens), row.num_tokens, row.num_pages) for row in requests]
-        limits, num_tokens, num_pages = np.array(columns).T
+        limits, num_tokens, num_pages = np.array([(len(r.tokens), r.num_tokens, r.num_pages) for r in requests]).T
         begins = num_tokens - 1 + ahead
         ends = begins + np.minimum(most, limits - num_tokens - ahead)
         missing = np.maximum(-(-ends // self.pool.page_size) - num_pages, 0)
@@ -271,7 +269,8 @@ class Scheduler:
         needed = -(-request.num_tokens // request.page_size) - full
         # Hold the shared pages, so that `_make_room` does not free them.
         self.pool.share(pages)
-        if not self._make_room(needed + len(self.running)):
+        if not self._make_room(needed + len(self.running)) or (self.running and any(map(self.pool.is_lost, partial))):
+            # Without the partly filled page the request needs more tokens than it was chosen for.
             self.pool.give_back(pages)
             return False
         partial = [page for page in partial if not self.pool.is_lost(page)]
@@ -299,8 +298,7 @@ class Scheduler:
         self.running[request] = None
         for digest in [] if is_covered else request.missing(request.num_computed_tokens):
             self._pending.setdefault(digest, request)
-        parent = request.parent
-        if parent is not None:
+        if (parent := request.parent) is not None:
             parent.waiting_children -= 1
             if parent in self._held:
                 self._held[parent] = self._held.pop(parent)
@@ -312,27 +310,29 @@ class Scheduler:
         parent, limit = request.parent, request.num_tokens - 1
         return parent is not None and 0 < limit <= min(parent.num_computed_tokens, request.common_with_parent)
 
-    def _name_pages(self) -> None:
-        """Register the pages of all held requests."""
-        for request in self._unnamed:
-            self._register(request, max(request.num_known_tokens, request.context_length - 1))
-        self._unnamed.clear()
+    def _name_pages(self, *requests: Request) -> None:
+        """Register the pages of ``requests``, also those that a released parent has left them without a name."""
+        for request in requests:
+            begin, size = max(request.num_known_tokens, request.context_length - 1), request.page_size
+            while begin >= size and self.pool.find(request.digests()[begin // size - 1]) is None:
+                begin -= size
+            self._register(request, begin)
+            self._unnamed.pop(request, None)
 
     def _find_prefix(self, request: Request) -> Prefix:
         size, limit, parent = request.page_size, request.num_tokens - 1, request.parent
         if self._is_covered(request):
             return Prefix(parent.table[: -(-limit // size)], limit, False)
         length = 0 if parent is None else min(parent.num_computed_tokens, limit, request.common_with_parent)
-        self._name_pages()
+        self._name_pages(*self._unnamed)
         pages: list[int] = []
         for digest in request.digests()[: limit // size]:
             page = self.pool.find(digest)
             if page is None:
                 break
             pages.append(page)
-        prefix = Prefix(np.array(pages, np.int64), len(pages) * size, False)
-        if len(pages) < limit // size:
-            prefix.is_pending = request.digests()[len(pages)] in self._pending
+        is_pending = len(pages) < limit // size and request.digests()[len(pages)] in self._pending
+        prefix = Prefix(np.array(pages, np.int64), len(pages) * size, is_pending)
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
         if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > prefix.length:
             prefix.pages, prefix.length = np.append(prefix.pages, last_page), of_context
@@ -351,18 +351,18 @@ class Scheduler:
 
     def _evict(self, with_children: bool) -> bool:
         """Evict one held request; False if there is none, or none without waiting children unless ``with_children``."""
-        victim = next((request for request in self._held if request.waiting_children == 0), None)
-        if victim is None and with_children:
-            victim = next(iter(self._held), None)
+        without = (request for request in self._held if request.waiting_children == 0)
+        victim = next(without, next(iter(self._held), None) if with_children else None)
         if victim is None:
             return False
-        self._name_pages()
+        self._name_pages(*self._unnamed)
         self._drop_pages(victim)
         self.counts["evictions"] += 1
         return True
 
     def _preempt(self, request: Request) -> None:
         self.counts["preemptions"] += 1
+        self._name_pages(request)  # others may hold pages of the parent
         self._stop(request)
         self._drop_pages(request)
         self.submit(request)
