@@ -171,7 +171,7 @@ class InProcessEngine(RolloutEngine):
         for request_id in request_ids:
             if request_id not in self._held:
                 raise ValueError(f"request {request_id} is not held")
-        released = [self._held.pop(request_id) for request_id in request_ids]
+        released = [self._held.pop(request_id) for request_id in dict.fromkeys(request_ids)]
         self._scheduler.release(*released)
         for sequence in released:
             self.drafting.released(sequence)
