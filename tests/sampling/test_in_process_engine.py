@@ -95,7 +95,8 @@ def test_parents_are_found_without_being_named_where_pages_are_full():
         for request_id, (_, result) in with_hints.items():
             assert samples[request_id][1].token_ids.tolist() == result.token_ids.tolist()
     reused = [engine.statistics()["reused_tokens"] for engine in engines]
-    assert reused[0] >= reused[1] > 2 * reused[2] > 0
+    # A child of which its parent has computed all but one token publishes that one only after it has ended.
+    assert reused[0] >= 0.99 * reused[1] > 2 * reused[2] > 0
 
 
 def test_forks_share_pages():

@@ -6,8 +6,7 @@ continues. Evaluations have separate trees.
 
 A clock decides which rounds ask for drafts (``speculation.clock``). Before it tries drafts there are no trees: complete
 samples are kept as arrays, which the speculator learns when a trial begins, and requests have no slots. A round of a
-trial opens slots for its rows, which inserts what is known of their problems. When drafts have lost, the trees are
-dropped.
+trial opens slots for its rows, which inserts what is known of their problems. Trees are dropped when drafts have lost.
 
 A checkpoint holds the recent samples of all replicas (``_share``), so those of the first replica serve any number of
 replicas. What is sampled does not depend on them.
@@ -94,6 +93,7 @@ class SuffixDrafting(Drafting):
         """The report of the rollout batch so far."""
         report = self.speculator.current_report()
         report.saved_seconds = None if self._clock is None else self._clock.saved
+        report.drafter_tokens += self._waiting.tokens
         return report
 
     def started(self, params: SamplingParams) -> None:

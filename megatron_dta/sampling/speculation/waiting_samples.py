@@ -18,7 +18,7 @@ class WaitingSamples:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, str, np.ndarray, np.ndarray]] = deque()
-        self._tokens = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -26,16 +26,16 @@ class WaitingSamples:
     def add(self, step: int, problem: str, prompt: np.ndarray, response: np.ndarray) -> None:
         """Keep a sample of policy step ``step``."""
         self._samples.append((step, problem, prompt, response))
-        self._tokens += len(response)
+        self.tokens += len(response)
 
     def drop(self, oldest: int, max_tokens: int) -> None:
         """Drop samples up to step ``oldest``, and the first ones beyond ``max_tokens`` tokens of responses."""
-        while self._samples and (self._samples[0][0] <= oldest or self._tokens > max_tokens):
-            self._tokens -= len(self._samples.popleft()[-1])
+        while self._samples and (self._samples[0][0] <= oldest or self.tokens > max_tokens):
+            self.tokens -= len(self._samples.popleft()[-1])
 
     def learn(self, speculator: Speculator) -> None:
         """Let ``speculator`` learn all samples."""
         for step, problem, prompt, response in self._samples:
             speculator.learn(problem, prompt, response, step)
         self._samples.clear()
-        self._tokens = 0
+        self.tokens = 0
