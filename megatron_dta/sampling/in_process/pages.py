@@ -2,8 +2,8 @@
 
 A page is held by every request whose table lists it and is free if no request holds it. Full pages with computed K and
 V are registered under a digest of all tokens up to their end, so that a new request finds its longest cached prefix; so
-is the last page of a context, which may be partly filled. A page that waiting requests expect outlives its holders
-until all of them have begun, or memory is short. Pages are only numbers here; the tensors are in the cache.
+is the last page of a context, which may be partly filled. A registered page that waiting requests expect outlives its
+holders until all of them have begun, or memory is short. Pages are only numbers here; the tensors are in the cache.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class PagePool:
         first = len(self._free) - count
         pages = self._free[first:][::-1]
         del self._free[first:]
-        for page in pages:
-            self._holders[page] = 1
+        self._holders[pages] = 1
         self.peak_pages = max(self.peak_pages, self.pages_in_use)
         return pages
 

@@ -5,10 +5,10 @@ of them. Each pass appends K/V: one token for a decoding request, and a run of t
 preempted. A request gets its next token from the pass that computes its last token. Prefill, decoding, forks and
 recomputation are therefore one operation.
 
-*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages of any request, and the last
-page of its context, are found by their digest; pages of the parent are also reused. A partly filled page is copied. If
-a running request is still computing the prefix, the new request waits for it. Pages that waiting requests can reuse
-stay when the last request that holds them ends.
+*Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages, and the last page of a
+context, are found by their digest, those of sampled tokens once their request has ended and is held; pages of the
+parent are reused without one. A partly filled page is copied. If a running request is still computing the prefix, the
+new request waits for it. Pages with a digest for which a request waits stay when the last one that holds them ends.
 
 *Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
 running request needs a page and none is free, held requests are evicted first: least recently used first, and those

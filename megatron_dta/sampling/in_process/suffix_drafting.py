@@ -221,7 +221,7 @@ class SuffixDrafting(Drafting):
         self._phase.drop_trees()
 
     def _learn_waiting(self) -> None:
-        if len(self._waiting):
+        if len(self._waiting) and self._phase is self.speculator:  # evaluations have another one
             began, count = time.perf_counter(), len(self._waiting)
             self._waiting.learn(self.speculator)
             self._inserted = self._inserted[0] + count, self._inserted[1] + time.perf_counter() - began
