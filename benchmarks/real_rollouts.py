@@ -7,7 +7,8 @@ loads it; every batch is sampled in every case by one process after the other, a
 case is a way to sample (plain, das, treepo, treepo-64: segments of 64) and --inference-max-requests (0: without a
 value). Tasks: sums (64 prompts x 16 short answers), lists (32 x 16 answers of about a hundred tokens), edits (2 x 16,
 lists of 40 lines; for a model that has learned lists), functions (2 x 16 at temperature 0.3, over 24 prompts, so in
-epochs of 12 batches) and stories (192 x 16 long answers); --prompts changes how many prompts a batch has. The weights
+epochs of 12 batches), stories (192 x 16 answers of at
+most 768 tokens) and stories-512 (of at most 512); --prompts changes how many prompts a batch has. The weights
 stay those of the model. Seconds are those of a batch from its prompts to its rewards: the median without the first
 --skip batches, in which graphs are captured, and the mean of all others. With --random-weights only the tokenizer of
 DIR is read; no answer ends by itself, and no draft is right.
@@ -34,6 +35,7 @@ TASKS = {
     "functions": ["--rollout-batch-size", "2", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "400"],
     "stories": ["--rollout-batch-size", "192", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "768"],
 }
+TASKS["stories-512"] = [*TASKS["stories"][:-1], "512"]
 TASKS["functions"] += ["--rollout-temperature", "0.3"]
 SCRIPTS = {
     "sums": "examples/real_model/sums.py",
@@ -42,6 +44,7 @@ SCRIPTS = {
     "functions": "benchmarks/rollout_parts/texts.py functions --prompts 24",
     "stories": "benchmarks/rollout_parts/texts.py stories",
 }
+SCRIPTS["stories-512"] = SCRIPTS["stories"]
 SEGMENTS = {"sums": "16"}
 # That of SmolLM2-135M.
 SHAPE = ["--num-layers", "30", "--hidden-size", "576", "--ffn-hidden-size", "1536", "--num-attention-heads", "9"]
