@@ -2,16 +2,15 @@
 
     python benchmarks/real_rollouts.py --model DIR --trees before=DIR after=DIR [--batches 6] [--output FILE.json]
 
-``--model`` is the folder that ``examples/real_model/smollm2.py`` writes, or of a trained model. A process for each tree
-loads it; every batch is sampled in every case by one process after the other, and so all meet the same GPU. A
+``--model`` is the folder that ``examples/real_model/smollm2.py`` writes, or of a trained model. A process for each
+tree loads it; every batch is sampled in every case by one process after the other, and so all meet the same GPU. A
 case is a way to sample (plain, das, treepo, treepo-64: segments of 64) and --inference-max-requests (0: without a
 value). Tasks: sums (64 prompts x 16 short answers), lists (32 x 16 answers of about a hundred tokens), edits (2 x 16,
 lists of 40 lines; for a model that has learned lists), functions (2 x 16 at temperature 0.3, over 24 prompts, so in
-epochs of 12 batches), stories (192 x 16 answers of at
-most 768 tokens) and stories-512 (of at most 512); --prompts changes how many prompts a batch has. The weights
-stay those of the model. Seconds are those of a batch from its prompts to its rewards: the median without the first
---skip batches, in which graphs are captured, and the mean of all others. With --random-weights only the tokenizer of
-DIR is read; no answer ends by itself, and no draft is right.
+epochs of 12 batches), stories (192 x 16 answers of at most 768 tokens) and stories-512 (of at most 512); --prompts
+changes how many prompts a batch has. The weights stay those of the model. Seconds are those of a batch from its
+prompts to its rewards: the median without the first --skip batches, in which graphs are captured, and the mean of all
+others. With --random-weights only the tokenizer of DIR is read; no answer ends by itself, and no draft is right.
 """
 
 from __future__ import annotations
