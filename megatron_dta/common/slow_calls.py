@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,10 +22,15 @@ _WAITING_SECONDS = 1.0
 
 @dataclass
 class _Call:
-    what: str
+    what: Callable[[], str]
     limited_by: str
-    begin: float
-    next_report: float
+    begin: float = 0.0
+    next_report: float = 0.0
+
+    def begin_again(self) -> None:
+        """Another call begins now, in the block of the last one."""
+        self.begin = time.monotonic()
+        self.next_report = self.begin + FIRST_SECONDS
 
 
 _running: dict[int, _Call] = {}
@@ -34,23 +39,23 @@ _thread: threading.Thread | None = None
 
 
 @contextmanager
-def reported(what: str, limited_by: str) -> Iterator[None]:
-    """Report the call in this block while it takes long.
+def reported(what: Callable[[], str], limited_by: str) -> Iterator[_Call]:
+    """Report the call in this block while it takes long. Several calls in turn each ``begin_again``.
 
     Args:
-        what: the call, for the line on the log.
+        what: returns the name of the call, for the line on the log.
         limited_by: the flag that limits its time.
     """
     global _thread
-    now = time.monotonic()
-    call = _Call(what, limited_by, now, now + FIRST_SECONDS)
+    call = _Call(what, limited_by)
+    call.begin_again()
     with _lock:
         _running[id(call)] = call
         if _thread is None:
             _thread = threading.Thread(target=_report, name="slow calls", daemon=True)
             _thread.start()
     try:
-        yield
+        yield call
     finally:
         with _lock:
             del _running[id(call)]
@@ -71,5 +76,5 @@ def _report() -> None:
                 call.next_report = now + (now - call.begin)
         for call in due:
             seconds = now - call.begin
-            logger.warning("%s has been running for %.0f s; %s limits its time", call.what, seconds, call.limited_by)
+            logger.warning("%s has been running for %.0f s; %s limits its time", call.what(), seconds, call.limited_by)
         time.sleep(min(1.0, FIRST_SECONDS / 4))

@@ -210,7 +210,11 @@ def phase(engine: RolloutEngine, params: SamplingParams, iteration: int) -> Iter
 
 
 def check_request(
-    request: GenerationRequest, held: Container[int], *in_use: Container[int], vocab_size: int | None = None
+    request: GenerationRequest,
+    held: Container[int],
+    *in_use: Container[int],
+    vocab_size: int | None = None,
+    tokens: bool = True,
 ) -> None:
     """Check a request; ``ValueError`` names the request and the field.
 
@@ -218,13 +222,17 @@ def check_request(
         held: ids of held requests, among them the request's parent.
         in_use: ids of running and new requests.
         vocab_size: token ids must be below it; None: not checked.
+        tokens: whether to check the token ids; False where another request with the same array was checked.
     """
-    where = f"request {request.request_id}"
-    token_ids = request.token_ids
-    if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
-        raise ValueError(f"{where}: token_ids must be a one-dimensional integer array")
-    if token_ids.size == 0:
-        raise ValueError(f"{where}: token_ids is empty; there must be at least one token to continue")
+    where, token_ids = f"request {request.request_id}", request.token_ids
+    if tokens:
+        if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise ValueError(f"{where}: token_ids must be a one-dimensional integer array")
+        if token_ids.size == 0:
+            raise ValueError(f"{where}: token_ids is empty; there must be at least one token to continue")
+        # Without its sign, a negative id is a large one.
+        if int(token_ids.view(f"u{token_ids.itemsize}").max()) >= (vocab_size or 2**31):
+            raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")
     if request.max_tokens < 1:
         raise ValueError(f"{where}: max_tokens must be at least 1, got {request.max_tokens}")
     if not 0 <= request.key < 2**63:
@@ -235,8 +243,5 @@ def check_request(
     for ids in (held, *in_use):
         if request.request_id in ids:
             raise ValueError(f"{where}: the id is in use")
-    # Without its sign, a negative id is a large one.
-    if int(token_ids.view(f"u{token_ids.itemsize}").max()) >= (vocab_size or 2**31):
-        raise ValueError(f"{where}: token ids outside of the vocabulary of {vocab_size}")
     if request.parent is not None and request.parent not in held:
         raise ValueError(f"{where}: its parent {request.parent} is not held")

@@ -102,7 +102,7 @@ class NodeCheck:
 
 def decoded_tokens(rollouts: Sequence[Rollout]) -> int:
     """Tokens that were sampled for the rollouts: those of a shared node once."""
-    total = sum(int(np.count_nonzero(rollout.loss_mask)) for rollout in rollouts if rollout.branches is None)
+    total = sum(rollout.num_trained for rollout in rollouts if rollout.branches is None)
     rollouts = [rollout for rollout in rollouts if rollout.branches is not None]
     tree = tree_paths(rollouts)
     seen: set[int] = set()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,34 +73,27 @@ class Rollout:
     teacher: str | None = None
 
     def __post_init__(self) -> None:
-        token_ids = _checked_token_ids(self.token_ids)
-        loss_mask = _checked_loss_mask(self.loss_mask, len(token_ids))
-        values: dict[str, Any] = {"token_ids": token_ids, "loss_mask": loss_mask}
-        checks = {
-            "reward": lambda value: _checked_number(value, "reward"),
-            "advantages": lambda value: _checked_floats(value, "advantages", len(token_ids)),
-            "logprobs": lambda value: _checked_logprobs(value, loss_mask),
-            "group_id": lambda value: _checked_text(value, "group_id"),
-            "trajectory_id": lambda value: _checked_text(value, "trajectory_id"),
-            "policy_version": _checked_version,
-            "token_versions": lambda value: _checked_token_versions(value, loss_mask),
-            "teacher": lambda value: _checked_text(value, "teacher"),
-            "routed_experts": lambda value: _checked_routing(value, len(token_ids)),
-        }
-        for name, check in checks.items():
-            value = getattr(self, name)
-            if value is not None or name == "group_id":
-                values[name] = check(value)
-        if "token_versions" in values:
-            oldest = int(values["token_versions"][loss_mask].min())
-            if values.setdefault("policy_version", oldest) != oldest:
-                version = values["policy_version"]
+        values = vars(self)
+        token_ids = values["token_ids"] = _checked_token_ids(self.token_ids)
+        loss_mask = values["loss_mask"] = _checked_loss_mask(self.loss_mask, len(token_ids))
+        for name, check in _CHECKS.items():
+            if values[name] is not None or name == "group_id":
+                values[name] = check(values[name], loss_mask)
+        if self.token_versions is not None:
+            oldest = int(self.token_versions[loss_mask].min())
+            if self.policy_version not in (None, oldest):
+                version = self.policy_version
                 raise field_error("policy_version", f"is {version}, but the oldest of token_versions is {oldest}")
+            values["policy_version"] = oldest
         values |= _checked_tree_fields(self, len(token_ids))
-        vars(self).update(values)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.loss_mask))
 
 
 def _checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
@@ -134,6 +128,27 @@ def _checked_tree_fields(rollout: Rollout, length: int) -> dict[str, Any]:
             rollout.segment_rewards, "segment_rewards", len(ends), "segment_ends"
         )
     return values
+
+
+def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, Any]]) -> list[Rollout]:
+    """Consecutive parts of ``whole``, checked together: a fraction of the time of as many constructors.
+
+    Args:
+        whole: tokens, masks and logprobs of all parts.
+        lengths: int64 [n], tokens of each part.
+        others: the other fields of each part, without those of sampled trees.
+    """
+    ends = lengths.cumsum()
+    if not (np.logical_or.reduceat(whole.loss_mask, ends - lengths) & ~whole.loss_mask[ends - lengths]).all():
+        raise ValueError("a part must begin with a token that is not trained, and have a trained one")
+    parts, empty = [], {field.name: field.default for field in fields(Rollout)}
+    for begin, end, given in zip((ends - lengths).tolist(), ends.tolist(), others, strict=True):
+        part = object.__new__(Rollout)
+        mask, logprobs = whole.loss_mask[begin:end], whole.logprobs[begin:end]
+        vars(part).update(empty, token_ids=whole.token_ids[begin:end], loss_mask=mask, logprobs=logprobs)
+        vars(part).update((name, _CHECKS[name](value, mask)) for name, value in given.items() if value is not None)
+        parts.append(part)
+    return parts
 
 
 FIELD_NAMES = tuple(field.name for field in fields(Rollout))
@@ -349,3 +364,17 @@ def _checked_text(value: Any, name: str) -> str:
         except UnicodeEncodeError:
             raise field_error(name, f"is '{printable(value)}', which is not valid Unicode") from None
     return str(value)
+
+
+# By field, what converts a value; the second argument is the converted loss mask.
+_CHECKS: dict[str, Callable[[Any, np.ndarray], Any]] = {
+    "reward": lambda value, _: _checked_number(value, "reward"),
+    "advantages": lambda value, loss_mask: _checked_floats(value, "advantages", len(loss_mask)),
+    "logprobs": _checked_logprobs,
+    "group_id": lambda value, _: _checked_text(value, "group_id"),
+    "trajectory_id": lambda value, _: _checked_text(value, "trajectory_id"),
+    "policy_version": lambda value, _: _checked_version(value),
+    "token_versions": _checked_token_versions,
+    "teacher": lambda value, _: _checked_text(value, "teacher"),
+    "routed_experts": lambda value, loss_mask: _checked_routing(value, len(loss_mask)),
+}

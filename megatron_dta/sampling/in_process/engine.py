@@ -121,12 +121,15 @@ class InProcessEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._params is None:
             raise ValueError("the engine was not started")
-        new, pool = dict[int, Request](), self._scheduler.pool
+        new, of_context, pool = dict[int, Request](), dict[int, Request](), self._scheduler.pool
+        most, vocab_size = self._model.max_sequence_length, self._model.true_vocab_size
         for request in requests:
-            check_request(request, self._held, self._running, new, vocab_size=self._model.true_vocab_size)
-            check_length(request, self._model.max_sequence_length, pool.page_size, pool.max_pages)
+            twin = of_context.get(id(request.token_ids))
+            check_request(request, self._held, self._running, new, vocab_size=vocab_size, tokens=twin is None)
+            check_length(request, most, pool.page_size, pool.max_pages)
             parent = None if request.parent is None else self._held[request.parent]
-            sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent)
+            sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent, twin)
+            of_context.setdefault(id(request.token_ids), sequence)
             if parent is not None and sequence.common_with_parent == 0:
                 raise ValueError(f"request {request.request_id}: shares no prefix with its parent {request.parent}")
             new[request.request_id] = sequence
@@ -328,8 +331,8 @@ class InProcessEngine(RolloutEngine):
             sequence.extend(appended[-1], drawn.logprobs[begin : begin + count])
             self._scheduler.commit_draft(sequence, count - computed, runs_on and not is_end)
             if is_end:
-                self._scheduler.finish(sequence)
                 finished.append(sequence)
+        self._scheduler.finish(*finished)
         self._states.commit()
         self._counts["decoded_tokens"] += int(counts.sum())
         if drawn.drafts is not None:

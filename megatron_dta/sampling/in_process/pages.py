@@ -24,7 +24,7 @@ class PagePool:
         self.page_size, self.max_pages = page_size, max_pages
         self.num_pages = self.peak_pages = 0
         self._free: list[int] = []
-        self._holders = np.zeros(0, np.int64)
+        self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
         self._digests_of_page: dict[int, tuple[bytes, ...]] = {}
         # Waiting requests by the digests of their prefixes, and pages without holders that are kept for them.
@@ -44,7 +44,7 @@ class PagePool:
             total = wanted if self.max_pages is None else min(wanted, self.max_pages)
             # Low numbers come first, since the tensors contain them already.
             self._free[:0] = range(total - 1, self.num_pages - 1, -1)
-            self._holders = np.concatenate([self._holders, np.zeros(total - self.num_pages, np.int64)])
+            self._holders += [0] * (total - self.num_pages)
             self.num_pages = total
         while count > len(self._free) and self._kept:
             self._put_free(next(iter(self._kept)))
@@ -55,20 +55,23 @@ class PagePool:
         first = len(self._free) - count
         pages = self._free[first:][::-1]
         del self._free[first:]
-        self._holders[pages] = 1
+        for page in pages:
+            self._holders[page] = 1
         self.peak_pages = max(self.peak_pages, self.pages_in_use)
         return pages
 
     def share(self, pages: np.ndarray) -> None:
         """Adds a holder to each of ``pages``, int64."""
-        self._holders[pages] += 1
-        for page in pages.tolist() if self._kept else []:
+        for page in pages.tolist():
+            self._holders[page] += 1
             self._kept.pop(page, None)
 
     def give_back(self, pages: np.ndarray) -> None:
         """Removes a holder for each entry; a page without holders becomes free unless it is expected."""
-        np.subtract.at(self._holders, pages, 1)
-        for page in dict.fromkeys(pages[self._holders[pages] == 0].tolist()):
+        for page in pages.tolist():
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
             if self._is_useful(page):
                 self._kept[page] = None
             else:
@@ -110,7 +113,7 @@ class PagePool:
     def clear(self) -> None:
         """Removes all pages; none may be held."""
         assert self.pages_in_use == 0, f"{self.pages_in_use} pages are still held"
-        self.num_pages, self._free, self._holders = 0, [], np.zeros(0, np.int64)
+        self.num_pages, self._free, self._holders = 0, [], []
 
     def register(self, digests: Iterable[bytes], pages: Iterable[int]) -> None:
         """Registers each page as the last one of the prefix with its digest, unless another page is registered."""

@@ -16,6 +16,9 @@ from megatron_dta.sampling.interface import GenerationRequest
 class Request:
     """The state of one generation request.
 
+    Args:
+        twin: a request with the same context: its digests are hashed once.
+
     Attributes:
         generation: the request as it was submitted.
         tokens: int32 [context + max_tokens]; the first ``num_tokens`` are valid.
@@ -30,8 +33,16 @@ class Request:
         state_source, has_lost_state: request whose state this one copies first; its own is gone (``row_states``).
     """
 
-    def __init__(self, generation: GenerationRequest, arrival: int, page_size: int, parent: Request | None) -> None:
+    def __init__(
+        self,
+        generation: GenerationRequest,
+        arrival: int,
+        page_size: int,
+        parent: Request | None,
+        twin: Request | None = None,
+    ) -> None:
         context = np.asarray(generation.token_ids, dtype=np.int32)
+        self._twin = twin
         self.generation, self.arrival, self.page_size, self.parent = generation, arrival, page_size, parent
         self.tokens = np.concatenate([context, np.zeros(generation.max_tokens, dtype=np.int32)])
         self.logprobs = np.zeros(generation.max_tokens)
@@ -49,6 +60,8 @@ class Request:
     @cached_property
     def context_digest(self) -> bytes:
         """Digest of the context."""
+        if self._twin is not None:
+            return self._twin.context_digest
         full = self.digests()[: self.context_length // self.page_size]
         rest = self.tokens[len(full) * self.page_size : self.context_length].tobytes()
         return extend_digest((full[-1] if full else b"") + b"context", rest)
@@ -68,6 +81,9 @@ class Request:
 
     def digests(self) -> list[bytes]:
         """Digests of the prefixes that end with each full page."""
+        of_context = self.context_length // self.page_size
+        if self._twin is not None and len(self._digests) < of_context:
+            self._digests = self._twin.digests()[:of_context]
         digests, missing = self._digests, self.num_tokens // self.page_size - len(self._digests)
         if missing > 0:
             first, size = len(digests) * self.page_size, self.page_size * self.tokens.itemsize

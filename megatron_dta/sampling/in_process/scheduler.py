@@ -136,12 +136,18 @@ class Scheduler:
     def _admit_waiting(self, plan: Pass, budget: int, leaving: int = 0, most: int | None = None) -> None:
         """Add waiting requests to a pass of up to ``budget`` more tokens; none that needs more than ``most`` tokens,
         and none behind it."""
-        kept, spare = [], self._spare_pages()
+        kept, spare, pending = [], self._spare_pages(), set[bytes]()
         for i, request in enumerate(self.waiting):
-            prefix = self._find_prefix(request) if budget and self._takes_another(request, spare, leaving) else None
-            if prefix is not None and prefix.is_pending:
-                kept.append(request)
-                continue
+            prefix = None
+            if budget and self._takes_another(request, spare, leaving):
+                is_new = request.parent is None and request.num_tokens == request.context_length
+                if not (is_new and request.context_digest in pending):
+                    prefix = self._find_prefix(request)
+                if prefix is None or prefix.is_pending:
+                    kept.append(request)
+                    if is_new:
+                        pending.add(request.context_digest)
+                    continue
             is_short = prefix is not None and (most is None or request.num_tokens - prefix.length <= most)
             if not is_short or not self._admit(request, prefix, plan):
                 kept += self.waiting[i:]
@@ -202,18 +208,17 @@ class Scheduler:
         """Keep the first ``accepted`` tokens of a draft or burst that was run, and pages for these alone unless the
         next pass has been launched."""
         self._record_computed(request, accepted)
-        kept = -(-request.num_computed_tokens // request.page_size)
-        if kept < request.num_pages and not runs_on:
+        if not runs_on and (kept := -(-request.num_computed_tokens // request.page_size)) < request.num_pages:
             self.pool.give_back(request.table[kept : request.num_pages])
             request.num_pages = kept
 
-    def finish(self, request: Request) -> None:
-        """Finish ``request``; it keeps its pages if it is held."""
-        self._stop(request)
-        if request.generation.hold:
-            self._held[request] = self._unnamed[request] = None
-        else:
-            self._drop_pages(request)
+    def finish(self, *requests: Request) -> None:
+        """Finish ``requests``; they keep their pages if they are held."""
+        for request in requests:
+            self._stop(request)
+            if request.generation.hold:
+                self._held[request] = self._unnamed[request] = None
+        self._drop_pages(*[request for request in requests if not request.generation.hold])
 
     def release(self, *requests: Request) -> None:
         """Release finished requests: they get no new children, and waiting ones can still reuse their pages."""
@@ -332,10 +337,12 @@ class Scheduler:
                 break
             pages.append(page)
         is_pending = len(pages) < limit // size and request.digests()[len(pages)] in self._pending
-        prefix = Prefix(np.array(pages, np.int64), len(pages) * size, is_pending)
+        length_found = len(pages) * size
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
-        if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > prefix.length:
-            prefix.pages, prefix.length = np.append(prefix.pages, last_page), of_context
+        if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > length_found:
+            pages.append(last_page)
+            length_found = of_context
+        prefix = Prefix(np.array(pages, np.int64), length_found, is_pending)
         if length > prefix.length:
             prefix.pages, prefix.length = parent.table[: -(-length // size)], length
         if request.context_digest in self._pending and of_context > prefix.length:

@@ -126,12 +126,10 @@ def compute_score(function: RewardFunction, response: Response) -> Score:
         if isinstance(score, InputError):
             raise score
         return score
-    where = response.where
     try:
-        arguments = _arguments(function, response)
+        return _checked(_call(function, _arguments(function, response)))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-    return _checked(_call(function, arguments, where), where)
+        raise InputError(f"{response.where}: {error}") from error.__cause__
 
 
 def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> list[Score | InputError]:
@@ -140,32 +138,29 @@ def compute_scores(function: RewardFunction, responses: Sequence[Response]) -> l
     Raises:
         InputError: the call as a whole failed.
     """
-    where = f"reward function, {len(responses)} responses"
     try:
         arguments = [_arguments(function, response) for response in responses]
+        together = {name: [values_by_name[name] for values_by_name in arguments] for name in arguments[0]}
+        values = _call(function, together)
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if not isinstance(values, list | tuple) or len(values) != len(responses):
+            description = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+            raise InputError(f"must return a list of as many values, got {description}")
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-    values = _call(
-        function, {name: [values_by_name[name] for values_by_name in arguments] for name in arguments[0]}, where
-    )
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list | tuple) or len(values) != len(responses):
-        description = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        raise InputError(f"{where}: must return a list of as many values, got {description}")
+        raise InputError(f"reward function, {len(responses)} responses: {error}") from error.__cause__
     scores: list[Score | InputError] = []
     for response, value in zip(responses, values, strict=True):
         try:
-            scores.append(_checked(value, response.where))
+            scores.append(_checked(value))
         except InputError as error:
-            scores.append(error)
+            scores.append(InputError(f"{response.where}: {error}"))
     return scores
 
 
 def is_batched(function: RewardFunction) -> bool:
     """Whether the function takes lists of all responses."""
-    names = _parameters(function)
-    return "solution_strs" in names or names[:2] == ["prompts", "responses"]
+    return _ending(function) == "s" or _parameters(function)[:2] == ["prompts", "responses"]
 
 
 @lru_cache(maxsize=16)  # for every response otherwise, 20 microseconds each
@@ -176,10 +171,15 @@ def _parameters(function: RewardFunction) -> list[str]:
         return []
 
 
+@lru_cache(maxsize=16)
+def _ending(function: RewardFunction) -> str | None:
+    """The ending of verl's names of parameters, "s" if it is called with all responses; None: it has other ones."""
+    return next((end for end in ("", "s") if f"solution_str{end}" in _parameters(function)), None)
+
+
 def _arguments(function: RewardFunction, response: Response) -> dict[str | int, Any]:
     """The arguments of the function for one response, by name (as in verl) or by position."""
-    names, record = _parameters(function), response.record
-    plural = next((end for end in ("", "s") if f"solution_str{end}" in names), None)
+    record, plural = response.record, _ending(function)
     if plural is None:
         # A copy, so that a function that edits its record does not affect the scores of later responses.
         return {0: dict(record), 1: response.text, 2: list(response.token_ids)}
@@ -190,53 +190,50 @@ def _arguments(function: RewardFunction, response: Response) -> dict[str | int, 
         f"extra_info{plural}": record.get("extra_info"),
     }
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-    return {name: value for name, value in known.items() if takes_all or name in names}
+    return {name: value for name, value in known.items() if takes_all or name in _parameters(function)}
 
 
-def _call(function: RewardFunction, arguments: Mapping[str | int, Any], where: str) -> Any:
+def _call(function: RewardFunction, arguments: Mapping[str | int, Any]) -> Any:
     try:
-        named = {name: value for name, value in arguments.items() if isinstance(name, str)}
-        return function(**named) if named else function(*arguments.values())
+        return function(*arguments.values()) if 0 in arguments else function(**arguments)
     except InputError as error:
-        raise InputError(f"{where}: {one_line(str(error))}") from error
+        raise InputError(one_line(str(error))) from error
     except KeyboardInterrupt:
         raise
     # Not Exception alone: a function that calls sys.exit would end the run with its status, maybe 0, and time-outs of
     # some packages (math-verify's, for one) derive from BaseException.
     except BaseException as error:
-        raise InputError(f"{where}: raised {describe_error(error)}") from error
+        raise InputError(f"raised {describe_error(error)}") from error
 
 
-def _checked(value: Any, where: str) -> Score:
+def _checked(value: Any) -> Score:
     """Convert the return value of a function to a score; ``InputError`` if it is invalid."""
     if not isinstance(value, Mapping):
-        return Score(_finite(value, where, ""))
+        return Score(_finite(value, ""))
     names = [name for name in _REWARD_NAMES if name in value]
     if len(names) != 1:
-        raise InputError(
-            f"{where}: the dictionary must have the reward as 'reward' or 'score', got {_shown_names(value)}"
-        )
+        raise InputError(f"the dictionary must have the reward as 'reward' or 'score', got {_shown_names(value)}")
     components = {
         str(name): float(number)
         for name, number in value.items()
         if name not in names and isinstance(number, numbers.Real | np.bool_) and abs(number) < _LARGEST
     }
-    return Score(_finite(value[names[0]], where, f"'{names[0]}': "), components)
+    return Score(_finite(value[names[0]], f"'{names[0]}': "), components)
 
 
 def _shown_names(value: Mapping[Any, Any]) -> str:
     return one_line(", ".join(map(repr, list(value)[:8])))[:200] or "nothing"
 
 
-def _finite(value: Any, where: str, name: str) -> float:
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise InputError(f"{where}: {name}must return a number, got {type(value).__name__}")
+def _finite(value: Any, name: str) -> float:
+    if not isinstance(value, (float, numbers.Real, np.bool_)):
+        raise InputError(f"{name}must return a number, got {type(value).__name__}")
     try:
         reward = float(value)
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise InputError(f"{where}: {name}must return a finite number, got {reward}")
+        raise InputError(f"{name}must return a finite number, got {reward}")
     return reward
 
 

@@ -57,6 +57,7 @@ class Scorer:
         self, function: RewardFunction, drop: bool = False, workers: int = 1, seconds: float | None = None
     ) -> None:
         self._function, self._drop = function, drop
+        self._name = getattr(function, "__qualname__", type(function).__qualname__)
         self._workers = workers if getattr(function, "is_concurrent", False) else 1
         self._seconds, self._failures, self._timeouts = seconds, 0, 0
         self._components: dict[str, tuple[float, int]] = {}
@@ -89,9 +90,24 @@ class Scorer:
         if is_batched(self._function):
             return [self._value(outcome) for outcome in self._batch(responses)]
         if self._workers == 1 or len(responses) < 2:
-            return [self._value(self._attempt(response)) for response in responses]
+            return self._in_turn(responses)
         # All calls finish before an error is raised.
         return [self._value(outcome) for outcome in self._concurrently(responses)]
+
+    def _in_turn(self, responses: Sequence[Response]) -> list[float | None]:
+        """The values of ``_attempt`` for one response after the other."""
+        if self._seconds is not None:
+            return [self._value(self._attempt(response)) for response in responses]
+        values: list[float | None] = []
+        with slow_calls.reported(lambda: f"{responses[len(values)].where}: {self._name}", "--reward-timeout") as call:
+            for response in responses:
+                call.begin_again()
+                try:
+                    outcome: _Outcome = compute_score(self._function, response)
+                except InputError as error:
+                    outcome = error
+                values.append(self._value(outcome))
+        return values
 
     def _concurrently(self, responses: Sequence[Response]) -> list[_Outcome]:
         """``_attempt`` for all responses."""
@@ -109,14 +125,14 @@ class Scorer:
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
         """One call for all responses; if it fails, the reward of each response fails."""
         where = f"reward function, {len(responses)} responses"
-        scores = self._in_time(lambda: compute_scores(self._function, responses), where)
+        scores = self._in_time(lambda: compute_scores(self._function, responses), lambda: where)
         return [scores] * len(responses) if isinstance(scores, InputError) else scores
 
     def _attempt(self, response: Response) -> _Outcome:
-        return self._in_time(lambda: compute_score(self._function, response), response.where)
+        return self._in_time(lambda: compute_score(self._function, response), lambda: response.where)
 
-    def _in_time(self, call: Callable[[], Any], where: str) -> Any:
-        """The result of ``call``, its ``InputError``, or an ``InputError`` for a timeout."""
+    def _in_time(self, call: Callable[[], Any], where: Callable[[], str]) -> Any:
+        """The result of ``call``, its ``InputError``, or an ``InputError`` for a timeout. ``where`` names the call."""
 
         def attempt() -> Any:
             try:
@@ -125,8 +141,7 @@ class Scorer:
                 return error
 
         if self._seconds is None:
-            name = getattr(self._function, "__qualname__", type(self._function).__qualname__)
-            with slow_calls.reported(f"{where}: {name}", "--reward-timeout"):
+            with slow_calls.reported(lambda: f"{where()}: {self._name}", "--reward-timeout"):
                 return attempt()
         future = in_daemon_thread(attempt, "reward")
         wait([future], self._seconds)
@@ -134,7 +149,7 @@ class Scorer:
             return future.result()
         with self._lock:
             self._timeouts += 1
-        return InputError(f"{where}: took longer than {self._seconds:g} s")
+        return InputError(f"{where()}: took longer than {self._seconds:g} s")
 
     def _value(self, outcome: _Outcome) -> float | None:
         if isinstance(outcome, Score):

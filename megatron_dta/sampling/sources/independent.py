@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.record import Rollout, parts_of
 from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.evaluation import pass_rates
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, RolloutEngine, generate, phase
@@ -108,11 +109,13 @@ class SamplingSource(PromptSource):
             why = self._task.scorer.last_failure or "see the other ranks"
             raise RolloutError(f"every reward of a rollout batch has failed; the last one: {why}")
         # A small prompt file may repeat within one batch, so the position in the stream names the group.
-        return [
-            to_rollout(prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
-            for index, (prompt, result, reward) in enumerate(scored)
-            if reward is not None
-        ]
+        return to_rollouts(
+            [
+                (prompt, result, reward, f"{first + index // samples}:{prompt.prompt_id}")
+                for index, (prompt, result, reward) in enumerate(scored)
+                if reward is not None
+            ]
+        )
 
 
 class SamplingEvaluation(HeldOutEvaluation):
@@ -173,26 +176,32 @@ def evaluation_params(task: SamplingTask, config: SamplingConfig, seed: int) -> 
     return replace(sampling_params(task.tokenizer, config, seed), temperature=temperature, domain=Domain.EVALUATION)
 
 
-def to_rollout(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> Rollout:
-    """One sampled response as a rollout: prompt and response tokens, the response trained."""
-    prompt_length, length = len(prompt.token_ids), len(prompt.token_ids) + len(result.token_ids)
-    logprobs = np.zeros(length, dtype=np.float32)
-    logprobs[prompt_length:] = result.logprobs
-    versions = None
+def to_rollouts(sampled: Sequence[tuple[Prompt, GenerationResult, float, str]]) -> list[Rollout]:
+    """Sampled responses to prompts, with their rewards and the names of their groups, as rollouts: prompt and response
+    tokens, the response trained."""
+    pieces = [tokens for prompt, result, _, _ in sampled for tokens in (prompt.token_ids, result.token_ids)]
+    if not pieces:
+        return []
+    sizes = np.array([len(tokens) for tokens in pieces])
+    loss_mask = np.repeat(np.arange(len(pieces)) % 2 == 1, sizes)
+    logprobs = np.zeros(len(loss_mask), np.float32)
+    logprobs[loss_mask] = np.concatenate([result.logprobs for _, result, _, _ in sampled])
+    whole = Rollout(np.concatenate(pieces), loss_mask, logprobs=logprobs)
+    return parts_of(whole, sizes.reshape(-1, 2).sum(1), starmap(_other_fields, sampled))
+
+
+def _other_fields(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> dict[str, Any]:
+    fields = {
+        "reward": reward,
+        "group_id": group_id,
+        "policy_version": result.policy_version,
+        "teacher": prompt.teacher,
+    }
     if result.token_versions is not None:
-        versions = np.full(length, -1)
-        versions[prompt_length:] = result.token_versions
-    return Rollout(
-        token_ids=np.concatenate([prompt.token_ids, result.token_ids]),
-        loss_mask=np.arange(length) >= prompt_length,
-        reward=reward,
-        logprobs=logprobs,
-        group_id=group_id,
-        policy_version=result.policy_version,
-        token_versions=versions,
-        teacher=prompt.teacher,
-        routed_experts=None if result.routed_experts is None else result.routed_experts.reshape(-1),
-    )
+        fields["token_versions"] = np.concatenate([np.full(len(prompt.token_ids), -1), result.token_versions])
+    if result.routed_experts is not None:
+        fields["routed_experts"] = result.routed_experts.reshape(-1)
+    return fields
 
 
 def _sample_and_score(

@@ -92,8 +92,7 @@ class SamplePreparation:
     def prepare(self, rollouts: Sequence[Rollout]) -> list[StepSamples]:
         """Return the steps of one rollout batch, in order; an empty list if no rollout is selected for training."""
         self.pass_seconds = 0.0
-        statistics = rollout_statistics(rollouts)
-        num_rollouts = len(rollouts)
+        collected = rollouts
         rollouts = select_rollouts(rollouts, self.config.filtering)
         preference_pairs = None
         if self.objective.pair_function is not None:
@@ -102,18 +101,20 @@ class SamplePreparation:
             return []
         # There may be fewer groups than steps: groups are dropped if their rewards fail or if none is selected.
         num_steps = min(self.num_steps, len({rollout.group_id for rollout in rollouts}))
-        selected = len(rollouts) < num_rollouts
+        of_all = {}
+        if len(rollouts) < len(collected):
+            reward = rollout_statistics(collected).get("reward")
+            of_all = {"collected_rollouts": float(len(collected))} | (
+                {} if reward is None else {"collected_reward": reward}
+            )
         samples = self._samples(rollouts)
         steps, fields = [], {}
         mini_batches, cut = split_groups(rollouts, num_steps, self.policy.cost_model(self.tree.tree_segment_tokens))
         for chosen in mini_batches:
             step_rollouts = [rollouts[i] for i in chosen]
             routed, replaced = self._with_routing([samples[i] for i in chosen], step_rollouts)
-            step = StepSamples(routed, rollout_statistics(step_rollouts) | replaced | cut, rollouts=step_rollouts)
-            if selected:
-                step.statistics |= {"collected_rollouts": float(num_rollouts)}
-                if "reward" in statistics:
-                    step.statistics["collected_reward"] = statistics["reward"]
+            statistics = rollout_statistics(step_rollouts) | replaced | cut | of_all
+            step = StepSamples(routed, statistics, rollouts=step_rollouts)
             if preference_pairs is not None:
                 index_of = {number: i for i, number in enumerate(chosen)}
                 step.preference_pairs = np.array(

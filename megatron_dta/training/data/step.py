@@ -142,7 +142,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if rewards:
         statistics["reward"] = float(np.mean(list(rewards.values())))
         statistics["uniform_groups"] = _uniform_groups(rewards)
-    statistics["response_tokens"] = float(np.mean([np.count_nonzero(rollout.loss_mask) for rollout in rollouts]))
+    statistics["response_tokens"] = float(np.mean([rollout.num_trained for rollout in rollouts]))
     statistics["decoded_tokens"] = float(decoded_tokens(rollouts))
     if any(rollout.leaf_weight is not None for rollout in rollouts):
         statistics |= _tree_statistics(rollouts)

@@ -10,7 +10,7 @@ from conftest import REPOSITORY, seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.jsonl import write_jsonl
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
-from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.record import Rollout, parts_of
 from megatron_dta.core.rollouts.sample_granularity import cut_length, cut_turns
 from rollout_cases import GOOD_NPZ, assert_same, check_failed_write, random_rollout
 
@@ -184,3 +184,28 @@ def test_record_converts_and_checks() -> None:
     ):
         with pytest.raises(InputError, match=reason):
             Rollout(**{"token_ids": [3, 4], "loss_mask": [False, True], **bad})
+
+
+def test_parts_of_a_rollout_are_what_constructors_make():
+    rng = np.random.default_rng(5)
+    lengths, prompts = np.array([2, 7, 3, 11]), [1, 4, 2, 3]
+    masks = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    mask, logprobs = np.concatenate(masks), -rng.random(lengths.sum())
+    whole = Rollout(rng.integers(0, 9, lengths.sum()), mask, logprobs=logprobs)
+    others = [{"reward": i, "group_id": f"g{i}", "policy_version": np.int64(i), "teacher": None} for i in range(4)]
+    others[2]["token_versions"] = [-1, -1, 2]
+    others[3] |= {"teacher": "t", "routed_experts": rng.integers(0, 4, 22)}
+    begins = (lengths.cumsum() - lengths).tolist()
+    for part, begin, length, given in zip(parts_of(whole, lengths, others), begins, lengths, others, strict=True):
+        cut = slice(begin, begin + length)
+        expected = Rollout(whole.token_ids[cut], mask[cut], logprobs=whole.logprobs[cut], **given)
+        assert vars(part).keys() == vars(expected).keys()
+        for name, value in vars(expected).items():
+            assert type(vars(part)[name]) is type(value), name
+            assert np.array_equal(vars(part)[name], value), name
+        assert part.num_trained == np.count_nonzero(mask[cut])
+    with pytest.raises(InputError, match="reward"):
+        parts_of(whole, lengths, [{"reward": np.nan}] * 4)
+    for wrong in ([1, 8, 3, 11], [7, 2, 3, 11]):  # without a trained token; a trained one comes first
+        with pytest.raises(ValueError, match="a part must"):
+            parts_of(whole, np.array(wrong), others)

@@ -12,7 +12,7 @@ from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.extras.servers.protocol import RoutingShape
 from megatron_dta.sampling.interface import FinishReason, GenerationRequest, generate
 from megatron_dta.sampling.prompts.load import Prompt
-from megatron_dta.sampling.sources.independent import to_rollout
+from megatron_dta.sampling.sources.independent import to_rollouts
 from rollout_server_base import experts_of
 
 
@@ -263,7 +263,7 @@ def test_every_token_but_the_last_has_its_experts(setup: Setup, layers: int) -> 
         assert np.array_equal(result.routed_experts[:-1], wanted)
         assert (result.routed_experts[-1] == -1).all()
         prompt = Prompt("p", request.token_ids, {})
-        rollout = to_rollout(prompt, result, 1.0, "g")
+        (rollout,) = to_rollouts([(prompt, result, 1.0, "g")])
         assert np.array_equal(rollout.routed_experts.reshape(-1, 2, 2), result.routed_experts)
     assert all(body.get("return_routed_experts", setup.kind == "vllm") for body in setup.servers[0].bodies)
 

@@ -68,12 +68,12 @@ class TrainingSample:
     tree_keys: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) == 0:
+        fields, length = vars(self), len(self.token_ids)
+        if length == 0:
             raise ValueError("a training sample needs at least one token")
         for name in _OF_TOKENS:
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.token_ids):
-                raise ValueError(f"{name} has {len(values)} entries for {len(self.token_ids)} tokens")
+            if fields[name] is not None and len(fields[name]) != length:
+                raise ValueError(f"{name} has {len(fields[name])} entries for {length} tokens")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is true, but no prefix predicts the first token")
 
@@ -100,5 +100,5 @@ class TrainingSample:
 
         Later tokens cannot influence the loss.
         """
-        trained = np.flatnonzero(self.loss_mask)
-        return int(trained[-1]) + 1 if len(trained) else 0
+        behind = int(self.loss_mask[::-1].argmax())
+        return len(self.loss_mask) - behind if self.loss_mask[-1 - behind] else 0

@@ -12,7 +12,7 @@ from megatron_dta.sampling.config import SamplingConfig
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult
 from megatron_dta.sampling.prompts.load import prompts_at
 from megatron_dta.sampling.rewards.scoring import counted
-from megatron_dta.sampling.sources.independent import sampling_params, to_rollout
+from megatron_dta.sampling.sources.independent import sampling_params, to_rollouts
 from megatron_dta.sampling.task import SamplingTask
 
 
@@ -71,7 +71,7 @@ class GroupSampler:
         rewards = self._task.scorer.score(responses)
         name = f"{group}:{prompt.prompt_id}"
         pairs = zip(results, rewards, strict=True)
-        return [to_rollout(prompt, result, reward, name) for result, reward in pairs if reward is not None]
+        return to_rollouts([(prompt, result, reward, name) for result, reward in pairs if reward is not None])
 
     @property
     def last_failure(self) -> str:
