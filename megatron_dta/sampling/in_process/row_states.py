@@ -57,8 +57,8 @@ class StateScheduler(Scheduler):
         prefix.is_pending = first is not None and max(first.num_computed_tokens, prefix.length) < end
         return prefix
 
-    def finish(self, request: Request) -> None:
-        super().finish(request)
+    def finish(self, *requests: Request) -> None:
+        super().finish(*requests)
         # There is room for as many states of held requests as of running ones (``cache_size``).
         while self.num_held > self.max_requests and self._evict(with_children=False):
             pass
