@@ -62,7 +62,7 @@ def test_preemption_and_drafts_change_nothing():
 
 
 @interpreter
-@pytest.mark.parametrize("settings", [{}, dict(block_size=3, max_requests=5, pages=40, burst=5)], ids=["", "small"])
+@pytest.mark.parametrize("settings", [{}, dict(block_size=3, max_requests=5, pages=30, burst=5)], ids=["", "small"])
 def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(settings: dict, monkeypatch: pytest.MonkeyPatch):
     """Rows that leave a burst, branches of held requests, caches that grow, drafts, which take eager passes."""
     monkeypatch.setattr(static_latents, "_MOST_POSITIONS", 64)  # so that rows are attended to in parts

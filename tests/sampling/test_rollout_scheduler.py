@@ -198,6 +198,15 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
     assert scheduler.counts["reused_tokens"] == 19 * 69 + 40
 
 
+@pytest.mark.parametrize(("shared", "passes"), [(68, [[70], [5] + [1] * 4]), (64, [[70, 69], [1] * 5])])
+def test_only_a_long_common_part_is_waited_for(shared: int, passes: list[list[int]]):
+    scheduler, context = Scheduler(PagePool(4), 100, 200), np.arange(70, dtype=np.int32)
+    contexts = [context] * 4 + [np.concatenate([context[:shared], np.full(5, 99, np.int32)])]
+    for index, tokens in enumerate(contexts):
+        scheduler.submit(Request(GenerationRequest(index, tokens, 2, 0), index, 4, None))
+    assert [sorted(plan.counts, reverse=True) for plan in passes_of(scheduler)][:2] == passes
+
+
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize(("rows", "passes"), [(100, 3), (3, 5), (1, 11)])
 def test_a_prompt_outlives_its_first_sample(rows: int, passes: int, length: int):

@@ -77,6 +77,10 @@ class PagePool:
             else:
                 self._put_free(page)
 
+    def are_held(self, pages: np.ndarray) -> bool:
+        """Whether a request holds each of ``pages``."""
+        return all(self._holders[page] for page in pages.tolist())
+
     def is_lost(self, page: int) -> bool:
         """Whether ``page`` is free, whatever it once held."""
         return self._holders[page] == 0 and page not in self._kept

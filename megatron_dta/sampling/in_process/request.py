@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -103,6 +104,15 @@ class Request:
         """Append pages to the table."""
         self.table[self.num_pages : self.num_pages + len(pages)] = pages
         self.num_pages += len(pages)
+
+
+@dataclass
+class Prefix:
+    """The cached prefix of a request: its pages (the last one may be partly filled) and its length in tokens."""
+
+    pages: np.ndarray
+    length: int
+    is_pending: bool  # a running request is computing a longer prefix, which is waited for
 
 
 def check_length(request: GenerationRequest, most: int, page_size: int, max_pages: int | None) -> None:

@@ -20,8 +20,8 @@ from megatron_dta.core.model.attention.context import AttentionContext
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates, PassStates, SteppedStates
 from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.staged_model import Model
-from megatron_dta.sampling.in_process.request import Request
-from megatron_dta.sampling.in_process.scheduler import Pass, Prefix, Scheduler
+from megatron_dta.sampling.in_process.request import Prefix, Request
+from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 
 _FIRST_SLOTS = 8
 

@@ -7,8 +7,9 @@ recomputation are therefore one operation.
 
 *Sharing.* An admitted request reuses the pages of its longest cached prefix. Full pages, and the last page of a
 context, are found by their digest, those of sampled tokens once their request has ended and is held; pages of the
-parent are reused without one. A partly filled page is copied. If a running request is still computing the prefix, the
-new request waits for it. Pages with a digest for which a request waits stay when the last one that holds them ends.
+parent are reused without one. A partly filled page is copied. If a running request is still computing the context, or
+much of it, the new request waits; a short part is computed again, because a pass takes longer. Pages with a digest for
+which a request waits stay when the last one that holds them ends.
 
 *Memory.* A request is admitted if there are pages for all its tokens and one more page for each running request. If a
 running request needs a page and none is free, held requests are evicted first: least recently used first, and those
@@ -29,12 +30,16 @@ import bisect
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from operator import attrgetter
 
 import numpy as np
 
 from megatron_dta.sampling.in_process.pages import PagePool
-from megatron_dta.sampling.in_process.request import Request
+from megatron_dta.sampling.in_process.request import Prefix, Request
+
+# Tokens. The pass that computes them delays all requests with the same context, too.
+_SHORT_PREFIX = 64
 
 
 @dataclass
@@ -50,15 +55,6 @@ class Pass:
         """Rows that get a token from the pass; ask for them once it is planned and before it has run."""
         pairs = enumerate(zip(self.rows, self.counts, strict=True))
         return [i for i, (row, count) in pairs if row.num_computed_tokens + count == row.num_tokens]
-
-
-@dataclass
-class Prefix:
-    """The cached prefix of a request: its pages (the last one may be partly filled) and its length in tokens."""
-
-    pages: np.ndarray
-    length: int
-    is_pending: bool  # a running request is computing a longer prefix
 
 
 class Scheduler:
@@ -136,17 +132,19 @@ class Scheduler:
     def _admit_waiting(self, plan: Pass, budget: int, leaving: int = 0, most: int | None = None) -> None:
         """Add waiting requests to a pass of up to ``budget`` more tokens; none that needs more than ``most`` tokens,
         and none behind it."""
-        kept, spare, pending = [], self._spare_pages(), set[bytes]()
+        kept, spare, prefixes = [], self._spare_pages(), dict[bytes, Prefix]()
         for i, request in enumerate(self.waiting):
             prefix = None
             if budget and self._takes_another(request, spare, leaving):
                 is_new = request.parent is None and request.num_tokens == request.context_length
-                if not (is_new and request.context_digest in pending):
-                    prefix = self._find_prefix(request)
-                if prefix is None or prefix.is_pending:
+                prefix = prefixes.get(request.context_digest) if is_new else None
+                prefix = prefix or self._find_prefix(request)
+                # A shorter one may be pending next, and pages that nothing holds may be gone.
+                is_whole = prefix.length == request.num_tokens - 1 and self.pool.are_held(prefix.pages)
+                if is_new and (prefix.is_pending or is_whole):
+                    prefixes[request.context_digest] = prefix
+                if prefix.is_pending:
                     kept.append(request)
-                    if is_new:
-                        pending.add(request.context_digest)
                     continue
             is_short = prefix is not None and (most is None or request.num_tokens - prefix.length <= most)
             if not is_short or not self._admit(request, prefix, plan):
@@ -336,7 +334,8 @@ class Scheduler:
             if page is None:
                 break
             pages.append(page)
-        is_pending = len(pages) < limit // size and request.digests()[len(pages)] in self._pending
+        pending = list(takewhile(self._pending.__contains__, request.digests()[len(pages) : limit // size]))
+        is_pending = len(pending) * size > _SHORT_PREFIX
         length_found = len(pages) * size
         of_context, last_page = min(request.context_length, limit), self.pool.find(request.context_digest)
         if last_page is not None and len(pages) == (request.context_length - 1) // size and of_context > length_found:

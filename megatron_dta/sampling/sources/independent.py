@@ -191,12 +191,8 @@ def to_rollouts(sampled: Sequence[tuple[Prompt, GenerationResult, float, str]]) 
 
 
 def _other_fields(prompt: Prompt, result: GenerationResult, reward: float, group_id: str) -> dict[str, Any]:
-    fields = {
-        "reward": reward,
-        "group_id": group_id,
-        "policy_version": result.policy_version,
-        "teacher": prompt.teacher,
-    }
+    fields: dict[str, Any] = {"reward": reward, "group_id": group_id, "teacher": prompt.teacher}
+    fields["policy_version"] = result.policy_version
     if result.token_versions is not None:
         fields["token_versions"] = np.concatenate([np.full(len(prompt.token_ids), -1), result.token_versions])
     if result.routed_experts is not None:

@@ -12,17 +12,8 @@ from megatron_dta.core.config import ObjectiveConfig
 from megatron_dta.core.objectives.dpo import preference_pairs
 from megatron_dta.core.objectives.fields import LossFields
 from megatron_dta.core.objectives.registry import make_objective, make_value_objective
+from megatron_dta.core.planning.step.sample import FIELDS
 
-NAMES = (
-    "advantages",
-    "old_logprobs",
-    "ref_logprobs",
-    "rollout_logprobs",
-    "old_values",
-    "returns",
-    "pair_gradient",
-    "pair_loss",
-)
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.3}
 TIS = {"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.6}
 OBJECTIVES = {
@@ -52,7 +43,7 @@ GRPO_VARIANTS = [
 def random_case(seed: int, *shape: int, spread: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, LossFields]:
     seed_all(seed)
     logprobs = -torch.rand(shape, dtype=torch.float64) * 3
-    fields = {name: logprobs + torch.randn(shape, dtype=torch.float64) * spread for name in NAMES}
+    fields = {name: logprobs + torch.randn(shape, dtype=torch.float64) * spread for name in FIELDS}
     fields["advantages"] = torch.randn(shape, dtype=torch.float64)
     mask = torch.rand(shape) < 0.7
     mask[..., 0] = True
@@ -112,7 +103,7 @@ def test_nothing_is_read_where_nothing_is_trained(name: str) -> None:
     logprobs, entropy, fields = random_case(1, 3, 19)
     clean = OBJECTIVES[name](logprobs, entropy, fields)
     (expected,) = torch.autograd.grad(clean.loss.sum(), logprobs)
-    bad = {key: torch.where(fields.loss_mask, getattr(fields, key), poison) for key in NAMES}
+    bad = {key: torch.where(fields.loss_mask, getattr(fields, key), poison) for key in FIELDS}
     bad_logprobs = torch.where(fields.loss_mask, logprobs.detach(), poison).requires_grad_()
     bad_entropy = torch.where(fields.loss_mask, entropy, poison)
     spoiled = OBJECTIVES[name](bad_logprobs, bad_entropy, LossFields(fields.loss_mask, **bad))
