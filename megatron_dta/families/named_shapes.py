@@ -12,6 +12,7 @@ from megatron_dta.families.mamba2 import sizes as mamba2
 _QWEN3 = dict(
     vocab_size=151936, kv_channels=128, num_query_groups=8, qk_layernorm=True, norm_epsilon=1e-6, rotary_base=1e6
 )
+_QWEN3_EXPERTS = _QWEN3 | dict(num_query_groups=4, num_experts=128, moe_router_topk=8)
 _QWEN25 = dict(vocab_size=152064, kv_channels=128, num_query_groups=8, add_qkv_bias=True, rotary_base=1e6)
 _LLAMA31 = dict(vocab_size=128256, kv_channels=128, num_query_groups=8, rotary_base=5e5, use_rope_scaling=True)
 # 3 layers of gated delta net for each with attention.
@@ -23,6 +24,12 @@ _QWEN35 = dict(
     norm_epsilon=1e-6,
     rotary_base=1e7,
     mixer=gated_delta_net.Sizes(),
+)
+_QWEN35_EXPERTS = _QWEN35 | dict(
+    num_query_groups=2,
+    moe_ffn_hidden_size=512,
+    moe_shared_expert_intermediate_size=512,
+    moe_shared_expert_gate=True,
 )
 _NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 
@@ -37,47 +44,24 @@ SHAPES: dict[str, DecoderShape] = {
     "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32),
     "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40),
     "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64),
-    "qwen3-30b-a3b": _shape(
-        _QWEN3 | dict(num_query_groups=4),
-        48,
-        2048,
-        6144,
-        32,
-        num_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=768,
-    ),
-    "qwen3-235b-a22b": _shape(
-        _QWEN3 | dict(num_query_groups=4),
-        *(94, 4096, 12288, 64),
-        num_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=1536,
-    ),
+    "qwen3-30b-a3b": _shape(_QWEN3_EXPERTS, 48, 2048, 6144, 32, moe_ffn_hidden_size=768),
+    "qwen3-235b-a22b": _shape(_QWEN3_EXPERTS, 94, 4096, 12288, 64, moe_ffn_hidden_size=1536),
     "qwen3.5-9b": _shape(
         _QWEN35, *(32, 4096, 12288, 16), num_query_groups=4, mixer_layers=(True, True, True, False) * 8
     ),
     "qwen3.5-35b-a3b": _shape(
-        _QWEN35,
+        _QWEN35_EXPERTS,
         *(40, 2048, 512, 16),
-        num_query_groups=2,
         mixer_layers=(True, True, True, False) * 10,
         num_experts=256,
         moe_router_topk=8,
-        moe_ffn_hidden_size=512,
-        moe_shared_expert_intermediate_size=512,
-        moe_shared_expert_gate=True,
     ),
     "qwen3-next-80b-a3b": _shape(
-        _QWEN35 | dict(vocab_size=151936),
+        _QWEN35_EXPERTS | dict(vocab_size=151936),
         *(48, 2048, 512, 16),
-        num_query_groups=2,
         mixer_layers=(True, True, True, False) * 12,
         num_experts=512,
         moe_router_topk=10,
-        moe_ffn_hidden_size=512,
-        moe_shared_expert_intermediate_size=512,
-        moe_shared_expert_gate=True,
     ),
     "moonlight-16b-a3b": _shape(
         dict(kv_channels=192),

@@ -88,8 +88,6 @@ def with_auxiliary_losses(result: StepResult, passes: Sequence[ExpertPass], mesh
 
     The losses are means over the layers with experts, without their coefficients, as Megatron reports them.
     """
-    if not passes:
-        return result
     config = passes[0].config
     coefficients = {"seq_load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
     used = {name: coefficient for name, coefficient in coefficients.items() if coefficient}

@@ -19,12 +19,8 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_router(model: ModelConfig) -> None:
-    experts, topk, groups, limit = (
-        model.num_experts,
-        model.moe_router_topk,
-        model.moe_router_num_groups,
-        model.moe_router_group_topk,
-    )
+    experts, topk = model.num_experts, model.moe_router_topk
+    groups, limit = model.moe_router_num_groups, model.moe_router_group_topk
     if topk > experts:
         raise InputError(f"--moe-router-topk {topk} is more than --num-experts {experts}; lower it")
     if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:

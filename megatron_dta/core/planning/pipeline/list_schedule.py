@@ -149,11 +149,8 @@ class _ListScheduler:
     """State of all ranks while the schedule is built."""
 
     def __init__(self, pipeline: Pipeline, policy: Policy) -> None:
-        stages, virtual, count = (
-            pipeline.num_stages,
-            pipeline.num_stages * pipeline.num_model_chunks,
-            len(pipeline.parents),
-        )
+        stages, count = pipeline.num_stages, len(pipeline.parents)
+        virtual = stages * pipeline.num_model_chunks
         self.pipeline, self.policy, self.urgency = pipeline, policy, policy.urgency
         self.path_tokens = longest_path_tokens(pipeline.parents, pipeline.lengths)
         # End of each forward and backward on each virtual stage, known once the op has begun.

@@ -221,7 +221,7 @@ class Run(NamedTuple):
     wasted: int
 
 
-def fewest_wasted(sizes: Sequence[int], free: int, segment_tokens: int, limit: int) -> Run | None:
+def least_wasteful(sizes: Sequence[int], free: int, segment_tokens: int, limit: int, *, per_token: bool) -> Run | None:
     """Find the run that wastes the least room; of equal runs, the shortest.
 
     Args:
@@ -229,6 +229,7 @@ def fewest_wasted(sizes: Sequence[int], free: int, segment_tokens: int, limit: i
         free: number of free tokens in the current segment.
         segment_tokens: capacity of the segments that follow.
         limit: maximum number of tokens in the run.
+        per_token: whether the waste for each token of the run is compared, rather than the waste.
 
     Returns:
         The run, or None if every subtree is above the limit.
@@ -237,18 +238,9 @@ def fewest_wasted(sizes: Sequence[int], free: int, segment_tokens: int, limit: i
     totals = sums.totals_before_bounds()
     if not totals:
         return None
-    wasted, total = min(((free - total) % segment_tokens, total) for total in totals)
-    return Run(sums.members(total), wasted)
-
-
-def least_wasteful(sizes: Sequence[int], free: int, segment_tokens: int, limit: int) -> Run | None:
-    """Find the run that wastes the least room per token; arguments and result as in ``fewest_wasted``."""
-    sums = _Sums(sizes, free, segment_tokens, limit)
-    totals = sums.totals_before_bounds()
-    if not totals:
-        return None
-    total = min(totals, key=lambda total: (((free - total) % segment_tokens) / total, total))
-    return Run(sums.members(total), (free - total) % segment_tokens)
+    wasted = {total: (free - total) % segment_tokens for total in totals}
+    total = min(totals, key=lambda total: (wasted[total] / (total if per_token else 1), total))
+    return Run(sums.members(total), wasted[total])
 
 
 def longest_within(sizes: Sequence[int], free: int, segment_tokens: int, limit: int, tolerance: int) -> Run | None:

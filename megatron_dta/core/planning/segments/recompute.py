@@ -68,11 +68,6 @@ def is_leaf(segment_parent: np.ndarray) -> np.ndarray:
     return leaf
 
 
-def least_activation_tokens(needed: np.ndarray) -> int:
-    """The smallest budget that ``choose_kept_by_memory`` accepts; 0 without segments."""
-    return int(needed.max(initial=0))
-
-
 def choose_kept_by_memory(
     plan: SegmentPlan,
     budget_tokens: int,
@@ -98,8 +93,9 @@ def choose_kept_by_memory(
     Raises:
         ValueError: a segment needs more than the budget.
     """
-    if least_activation_tokens(needed) > budget_tokens:
-        raise ValueError(f"a segment needs {least_activation_tokens(needed)} tokens, but the budget is {budget_tokens}")
+    most = int(needed.max(initial=0))
+    if most > budget_tokens:
+        raise ValueError(f"a segment needs {most} tokens, but the budget is {budget_tokens}")
     parents = plan.segment_parent.tolist()
     below = np.zeros(plan.num_segments, dtype=np.int64)  # Largest need of a descendant of each segment.
     for segment in range(plan.num_segments - 1, -1, -1):
@@ -114,7 +110,7 @@ def choose_kept_by_memory(
             return search.best(seconds)
         # Needs are rounded up and the budget is rounded down, so every choice fits the exact budget.
         unit *= 4
-        if least_activation_tokens(-(-needed // unit)) > budget_tokens // unit:
+        if -(-most // unit) > budget_tokens // unit:
             break
     return charge == 0
 

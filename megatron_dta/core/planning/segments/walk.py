@@ -29,17 +29,10 @@ boundary from B to C, and only the last segment is short.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_dta.core.planning.segments.branches import (
-    Branches,
-    Run,
-    Siblings,
-    fewest_wasted,
-    least_wasteful,
-    longest_within,
-)
+from megatron_dta.core.planning.segments.branches import Branches, Run, Siblings, least_wasteful, longest_within
 
 
 @dataclass(frozen=True)
@@ -111,31 +104,19 @@ class MemoryPressure:
             self.inside[branch] = total
 
 
+@dataclass(slots=True)
 class _Open:
     """A placed branch that still has children to place."""
 
-    __slots__ = (
-        "branch",
-        "cap",
-        "close_at",
-        "contiguous",
-        "pressure",
-        "pressure_above",
-        "queue",
-        "segment",
-        "siblings",
-    )
-
-    def __init__(self, branch: int, segment: int, cap: int, siblings: Siblings) -> None:
-        self.branch = branch
-        self.segment = segment  # the segment that holds the end of the branch; -1 above the roots
-        self.cap = cap  # most tokens of that segment, so that its ancestors' other children still fit
-        self.siblings = siblings
-        self.pressure = 0.0  # sum over the children to place
-        self.pressure_above = 0.0  # the same sum for the ancestors that end in the same segment
-        self.queue: list[int] = []  # sizes of the remaining children of the current run
-        self.close_at = -1  # after the run, close the segment if at most this much room is left
-        self.contiguous = False  # part of a run whose end was chosen, so no segment inside it may close early
+    branch: int
+    segment: int  # the segment that holds the end of the branch; -1 above the roots
+    cap: int  # most tokens of that segment, so that its ancestors' other children still fit
+    siblings: Siblings
+    pressure: float  # sum over the children to place
+    pressure_above: float  # the same sum for the ancestors that end in the same segment
+    contiguous: bool  # part of a run whose end was chosen, so no segment inside it may close early
+    queue: list[int] = field(default_factory=list)  # sizes of the remaining children of the current run
+    close_at: int = -1  # after the run, close the segment if at most this much room is left
 
 
 class _Choice(NamedTuple):
@@ -192,10 +173,8 @@ class SegmentWalk:
         children = self.branches.children[branch]
         if children:
             siblings = Siblings(children, self.branches.size, self.branches.height, self._constraint)
-            node = _Open(branch, segment, self.cap, siblings)
-            node.pressure = sum(self.pressure.as_child[child] for child in children)
-            node.pressure_above, node.contiguous = pressure_above, contiguous
-            self.open.append(node)
+            pressure = sum(self.pressure.as_child[child] for child in children)
+            self.open.append(_Open(branch, segment, self.cap, siblings, pressure, pressure_above, contiguous))
 
     def _place(self, node: _Open, choice: _Choice) -> None:
         """Put a child's tokens into segments, or its whole subtree if it fits into the current one."""
@@ -262,7 +241,7 @@ class SegmentWalk:
         child = node.siblings.most_constrained_above(headroom)
         if child is None:
             sizes = node.siblings.sizes_within(headroom)
-            run = least_wasteful(sizes, self.segment_tokens, self.segment_tokens, headroom)
+            run = least_wasteful(sizes, self.segment_tokens, self.segment_tokens, headroom, per_token=True)
             child = self._start(node, run)
         return _Choice(child, close=True)
 
@@ -373,8 +352,7 @@ class SegmentWalk:
                 best, least = child, cost
         sizes = siblings.sizes_within(headroom)
         if sizes and least > 0:
-            choose = fewest_wasted if above else least_wasteful
-            run = choose(sizes, free, self.segment_tokens, headroom)
+            run = least_wasteful(sizes, free, self.segment_tokens, headroom, per_token=not above)
             if run is not None and run.wasted < least:
                 return _Choice(self._start(node, run), close=False, cap=cap)
         return self._close(node) if best is None else _Choice(best, close=False, cap=cap)

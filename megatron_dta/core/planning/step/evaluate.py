@@ -13,11 +13,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.planning.costs.memory_budget import GIB, MemoryBudget, StageBytes
 from megatron_dta.core.planning.costs.model import segment_counts
 from megatron_dta.core.planning.segments.plan import SegmentPlan, SegmentTree
-from megatron_dta.core.planning.segments.recompute import (
-    choose_kept_by_memory,
-    choose_kept_segments,
-    least_activation_tokens,
-)
+from megatron_dta.core.planning.segments.recompute import choose_kept_by_memory, choose_kept_segments
 from megatron_dta.core.planning.step.passes import PassPlan, PipelineShape, plan_passes, stage_peak_bytes
 from megatron_dta.core.tree import PrefixTree
 
@@ -114,9 +110,9 @@ def keep_within(
         slots, working = slots + states.in_flight, working + states.work
         kept_tokens = kept_tokens + np.ceil(states.kept / unit).astype(np.int64)
     needed = np.ceil(kept_tokens + working / unit).astype(np.int64)
-    left = int((available - slots) // unit)
-    if least_activation_tokens(needed) > left:
-        return None, slots + unit * least_activation_tokens(needed) - available
+    left, most = int((available - slots) // unit), int(needed.max(initial=0))
+    if most > left:
+        return None, slots + unit * most - available
     return choose_kept_by_memory(tree, left, needed, seconds, kept_tokens), 0.0
 
 
