@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
@@ -99,18 +100,7 @@ def state_figures(plan: SegmentPlan, shape: DecoderShape | None) -> dict[str, in
 def figures(statistics: TreeStatistics, plan: SegmentPlan, build_seconds: float) -> dict[str, int | float]:
     """Return the figures of ``--json`` by key."""
     return {
-        "sequences": statistics.sequences,
-        "tokens": statistics.tokens,
-        "unique_tokens": statistics.unique_tokens,
-        "token_reuse": statistics.token_reuse,
-        "attention_reuse": statistics.attention_reuse,
-        "trees": statistics.trees,
-        "nodes": statistics.nodes,
-        "leaves": statistics.leaves,
-        "depth": statistics.depth,
-        "branching": statistics.branching,
-        "max_branching": statistics.max_branching,
-        "longest_sequence": statistics.longest_sequence,
+        **asdict(statistics),
         "segments": plan.num_segments,
         "fill": float(plan.fill),
         "segment_depth": int(plan.depth),

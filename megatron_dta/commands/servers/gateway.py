@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -194,11 +195,7 @@ def _engine(config: TrainConfig, tokenizer: Tokenizer) -> RolloutEngine:
     """The engine of the flags, with its model's weights."""
     from megatron_dta.wiring.engines import build_engine, server_engine
 
-    console = Console(stderr=True)
-
-    def report(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
+    report = partial(Console(stderr=True).print, soft_wrap=True)
     if config.sampling.rollout_engine in SERVERS:
         return server_engine(config, report)
     from megatron_dta.training.checkpoint.files import required_checkpoint

@@ -107,22 +107,16 @@ def elementwise_channels(shape: DecoderShape, layer: int) -> tuple[float, float,
     if shape.moe_layers[layer]:
         # Tokens are permuted into the order of their experts and back.
         hidden += shape.moe_router_topk * shape.hidden_size / 2
-    attention = shape.query_width + 2 * shape.kv_width
+    attention = passes["attention"] * ((shape.query_width + 2 * shape.kv_width) * shape.mixes(layer))
     if shape.is_recurrent(layer):
         # The rule was measured against another share of the memory's bandwidth.
         rule = sum(RULE_PASSES) * Cluster.hbm_share / MEMORY_SHARE
-        return (
-            passes["hidden"] * hidden,
-            (3 * LINEAR_PASSES + rule) * shape.recurrent_channels,
-            passes["ffn"] * shape.layer_width(layer),
-        )
-    attention *= shape.mixes(layer)
-    return passes["hidden"] * hidden, passes["attention"] * attention, passes["ffn"] * shape.layer_width(layer)
+        attention = (3 * LINEAR_PASSES + rule) * shape.recurrent_channels
+    return passes["hidden"] * hidden, attention, passes["ffn"] * shape.layer_width(layer)
 
 
-_H200: dict[str, float] = {}
 PRESETS: Mapping[str, Mapping[str, float]] = {
-    "h200": _H200,
+    "h200": {},
     "h100": {"gpu_memory_gib": 79.0, "gemm_tflops": 750.0, "hbm_gigabytes_per_second": 3350.0},
     "a100": {
         "gpu_memory_gib": 79.0,

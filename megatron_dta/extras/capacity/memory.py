@@ -59,8 +59,7 @@ class StateSettings:
     def __post_init__(self) -> None:
         for name in ("weights", "main_grads", "main_params", "exp_avg", "exp_avg_sq"):
             if getattr(self, name) not in DTYPE_BYTES:
-                known = ", ".join(DTYPE_BYTES)
-                raise InputError(f"{name} {getattr(self, name)!r}: choose one of {known}")
+                raise InputError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(DTYPE_BYTES)}")
         if not 0 <= self.offload_fraction <= 1:
             raise InputError(f"--optimizer-offload-fraction {self.offload_fraction}: must be from 0 to 1")
         if not 0 <= self.kv_offload_fraction <= 1:

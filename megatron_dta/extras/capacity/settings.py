@@ -61,7 +61,6 @@ def read_hf_config(path: str) -> DecoderShape:
 
 def states_of_run(config: TrainConfig) -> StateSettings:
     model, optimization = config.model, config.optimization
-    full = model.recompute_granularity == "full"
     return StateSettings(
         weights="bf16" if model.bf16 else "fp32",
         main_grads=optimization.main_grads_dtype,
@@ -71,7 +70,7 @@ def states_of_run(config: TrainConfig) -> StateSettings:
         distributed_optimizer=config.parallel.use_distributed_optimizer,
         offload_fraction=optimization.optimizer_offload_fraction if optimization.optimizer_cpu_offload else 0.0,
         kv_offload_fraction=config.tree.kv_offload_fraction,
-        full_recompute=full,
+        full_recompute=model.recompute_granularity == "full",
     )
 
 

@@ -37,7 +37,6 @@ from megatron_dta.extras.capacity.cluster import (
 from megatron_dta.extras.capacity.memory import StateSettings, rank_parameters, state_parameters
 from megatron_dta.extras.capacity.work import ReplicaWork
 
-# Kernels that each expert of a rank adds, over those of a layer without experts: 5 of about 30.
 # Share of the forward in a layer's elementwise work and communication.
 FORWARD_PART = 1 / 3
 

@@ -18,9 +18,9 @@ from megatron_dta.training.huggingface.mappings import (
     ModelShape,
     Place,
     Rule,
-    feed_forward,
     mixture,
     query_key_value,
+    shared_experts,
 )
 from megatron_dta.training.huggingface.parameters import (
     Block,
@@ -176,13 +176,7 @@ def _layers(fused: bool) -> list[Rule]:
 
 _MIXTURE = [
     *mixture("mlp", "gate_proj", "up_proj", "down_proj"),
-    *feed_forward(
-        Place.MIXTURE,
-        "mlp.shared_experts.",
-        *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
-        "shared_experts",
-        "shared_gate_up",
-    ),
+    *shared_experts("mlp.shared_expert"),
     Rule(Place.MIXTURE, "mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",), ("one", "hidden")),
 ]
 RULES: dict[str, list[Rule]] = {

@@ -17,8 +17,8 @@ from megatron_dta.training.huggingface.mappings import (
     OUTSIDE_LAYERS,
     Place,
     Rule,
-    feed_forward,
     mixture,
+    shared_experts,
 )
 from megatron_dta.training.huggingface.parameters import Sharding
 
@@ -189,12 +189,6 @@ _LAYERS = [
     *DENSE,
     *mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     Rule(Place.MIXTURE, "mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",), ("experts",)),
-    *feed_forward(
-        Place.MIXTURE,
-        "mlp.shared_experts.",
-        *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
-        "shared_experts",
-        "shared_gate_up",
-    ),
+    *shared_experts("mlp.shared_experts"),
 ]
 RULES = {family.architecture: [*OUTSIDE_LAYERS, *_LAYERS] for family in FAMILIES}

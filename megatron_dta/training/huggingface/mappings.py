@@ -160,6 +160,11 @@ def mixture(module: str, gate: str, up: str, down: str) -> list[Rule]:
     ]
 
 
+def shared_experts(module: str) -> list[Rule]:
+    names = (f"{module}.{part}_proj" for part in ("gate", "up", "down"))
+    return feed_forward(Place.MIXTURE, "mlp.shared_experts.", *names, "shared_experts", "shared_gate_up")
+
+
 ARCHITECTURES: dict[str, list[Rule]] = {
     "LlamaForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],
     "MistralForCausalLM": [*OUTSIDE_LAYERS, *ATTENTION, *DENSE],

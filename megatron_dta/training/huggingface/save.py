@@ -92,12 +92,7 @@ def write_hf(
     flag: str,
     before_naming: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write the folder ``target`` atomically. Every rank must call this.
-
-    Args:
-        flag: the flag that error messages name.
-        before_naming: called with the complete folder before it is renamed to ``target``.
-    """
+    """Write the folder ``target`` of the run's model, see ``write_folder``. Every rank must call this."""
     with _template(config) as template:
         write_folder(template, hf_weights(config, model), target, flag, before_naming)
 
