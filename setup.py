@@ -23,6 +23,7 @@ setup(
         "megatron_dta": ["py.typed"],
         "megatron_dta.sampling.speculation": ["suffix_forest.c", "suffix_nodes.h"],
         "megatron_dta.extras.report": ["page.html", "search.js"],
+        "megatron_dta.training.config.checks": ["other_names.md"],
         "megatron_dta.integrations.verl": ["hydra/*/*.yaml"],
     },
     entry_points={
