@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import Mesh
-from megatron_dta.training.checkpoint.writer import refuse_on_all
+from megatron_dta.training.checkpoint.writer import refusing_on_all
 from megatron_dta.training.huggingface.save import write_hf
 from tree_actor import TreeTrainer, join_micro_batches
 
@@ -113,11 +113,12 @@ class TreeActor(TreeTrainer, TrainRayActor):
         """Write the weights and let the servers read them."""
         self._heartbeat.bump()
         folder = self.write_weights()
-        error = self._reload(info, folder) if self.mesh.rank == 0 else None
-        refuse_on_all(error)
+        with refusing_on_all():
+            if self.mesh.rank == 0:
+                self._reload(info, folder)
 
-    def _reload(self, info: Any, folder: Path) -> InputError | None:
-        """The calls of ``UpdateWeightFromDiskDelta``, for a folder of whole weights; returns what a server refused."""
+    def _reload(self, info: Any, folder: Path) -> None:
+        """The calls of ``UpdateWeightFromDiskDelta``, for a folder of whole weights."""
         mode, engines = self.args.pause_generation_mode, info.rollout_engines
         if info.has_new_engines:
             ray.get(self.rollout_manager.clear_updatable_has_new_engines.remote())
@@ -127,11 +128,10 @@ class TreeActor(TreeTrainer, TrainRayActor):
         source = {"model_path": str(folder), "weight_version": str(self.weight_version)}
         for answer in ray.get([engine.update_weights_from_disk.remote(**source) for engine in engines]):
             if not answer.get("success", True):
-                return InputError(f"{folder}: a server could not read the weights: {answer}")
+                raise InputError(f"{folder}: a server could not read the weights: {answer}")
         ray.get([engine.continue_generation.remote() for engine in engines])
         ray.get(self.rollout_manager.set_weight_version.remote(self.weight_version))
         shutil.rmtree(folder.parent / f"weight_v{self.weight_version - 1:06d}", ignore_errors=True)
-        return None
 
 
 def state_of(mesh: Mesh) -> ParallelState:

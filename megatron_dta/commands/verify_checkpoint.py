@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from megatron_dta.common.command_line import CommandLineParser, print_json
+from megatron_dta.common.command_line import CommandLineParser, check_at_least, print_json
 from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig
@@ -46,12 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=10, metavar="N", help="worst tensors of each kind in the table")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every tensor as the last line")
     arguments = parser.parse_args()
-    for name, least in (("num_sequences", 1), ("seq_length", 2), ("seed", 0), ("rows", 0)):
-        value = getattr(arguments, name)
-        if value < least:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
-    if not 0 <= arguments.tolerance < math.inf:
-        raise InputError(f"--tolerance is {arguments.tolerance}; it must be a number of at least 0")
+    check_at_least(arguments, 1, "num_sequences")
+    check_at_least(arguments, 2, "seq_length")
+    check_at_least(arguments, 0, "seed", "rows", "tolerance")
     return arguments
 
 

@@ -20,7 +20,7 @@ from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.files import TRACKER
 from megatron_dta.training.checkpoint.integrity import refuse_foreign_checkpoint, verify_checksums
 from megatron_dta.training.checkpoint.restricted_pickle import read_metadata
-from megatron_dta.training.checkpoint.writer import reason_of, refuse_on_all
+from megatron_dta.training.checkpoint.writer import reason_of, refusing_on_all
 
 # Errors that Megatron's and PyTorch's readers raise on damaged files; CheckpointException is not an ``Exception``.
 READ_ERRORS = (Exception, CheckpointException)
@@ -34,13 +34,10 @@ def check_files(path: Path, wanted: bool = True) -> None:
     """
     if not wanted:
         return
-    mesh, error = current_mesh(), None
-    try:
+    mesh = current_mesh()
+    with refusing_on_all():
         refuse_foreign_checkpoint(path)
         verify_checksums(path, (mesh.rank, mesh.world_size))
-    except InputError as caught:
-        error = caught
-    refuse_on_all(error)
 
 
 def read_common(path: Path) -> dict[str, Any]:

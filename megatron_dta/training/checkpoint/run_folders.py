@@ -11,7 +11,7 @@ from megatron_dta.common.console import Console
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.run_lock import LOCK, RunLock
-from megatron_dta.training.checkpoint.writer import refuse_on_all
+from megatron_dta.training.checkpoint.writer import refusing_on_all
 from megatron_dta.training.config import TrainConfig
 
 
@@ -53,11 +53,8 @@ def _make_folders(config: TrainConfig, made: list[Path]) -> None:
 
 def lock_run(config: TrainConfig, console: Console) -> RunLock | None:
     """Lock --save on rank 0 before anything is written there; a folder in use raises ``InputError`` on all ranks."""
-    lock, error = None, None
-    if config.checkpoint.save is not None and current_mesh().rank == 0:
-        try:
+    lock = None
+    with refusing_on_all():
+        if config.checkpoint.save is not None and current_mesh().rank == 0:
             lock = RunLock(config.checkpoint.save, lambda line: console.print(line, soft_wrap=True))
-        except InputError as caught:
-            error = caught
-    refuse_on_all(error)
     return lock

@@ -19,6 +19,8 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +181,14 @@ def raise_on_all(path: Path, error: BaseException | None) -> None:
             raise InputError(f"{path}: the checkpoint cannot be written ({where}{reason})") from error
 
 
-def refuse_on_all(error: InputError | None) -> None:
-    """Raise an input error of any rank on all ranks. Every rank must call this."""
+@contextmanager
+def refusing_on_all() -> Iterator[None]:
+    """Raise an ``InputError`` of any rank inside on all ranks. Every rank must enter."""
+    error = None
+    try:
+        yield
+    except InputError as caught:
+        error = caught
     for reason in current_mesh().gather_from_all(None if error is None else str(error)):
         if reason is not None:
             raise InputError(reason) from error

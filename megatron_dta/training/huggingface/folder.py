@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.common.files import new_folder
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.training.checkpoint.writer import refuse_on_all
+from megatron_dta.training.checkpoint.writer import refusing_on_all
 from megatron_dta.training.huggingface.config.values import CONFIG_FILE
 from megatron_dta.training.huggingface.files import (
     INDEX,
@@ -55,15 +55,13 @@ def write_folder(
     """
 
     def on_rank0(act: Callable[..., Any], *arguments: Any) -> Any:
-        result, error = None, None
-        if current_mesh().rank == 0:
-            try:
-                result = act(*arguments)
-            except InputError as caught:
-                error = caught
-            except OSError as caught:
-                error = InputError(f"{flag} {target}: cannot be written ({caught.strerror or caught})")
-        refuse_on_all(error)
+        result = None
+        with refusing_on_all():
+            if current_mesh().rank == 0:
+                try:
+                    result = act(*arguments)
+                except OSError as error:
+                    raise InputError(f"{flag} {target}: cannot be written ({error.strerror or error})") from error
         return result
 
     shapes, weight_map, sizes = weights.shapes(), weight_map_of(template), {}

@@ -17,7 +17,7 @@ import torch
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.training.checkpoint.finished import check_export, note_export
-from megatron_dta.training.checkpoint.writer import refuse_on_all
+from megatron_dta.training.checkpoint.writer import refusing_on_all
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.huggingface.config.config import architecture, read_hf_config
 from megatron_dta.training.huggingface.config.config_output import config_from_settings, write_template
@@ -42,12 +42,8 @@ def load_hf(config: TrainConfig, model: torch.nn.Module, without_head: bool = Fa
     Args:
         without_head: keep the initial values of the output layer (value models).
     """
-    error = None
-    try:
+    with refusing_on_all():
         hf_weights(config, model, without_head).load(config.checkpoint.load_hf)
-    except InputError as caught:
-        error = caught
-    refuse_on_all(error)
 
 
 def check_save_hf(config: TrainConfig) -> None:

@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_dta.core.common.errors import InputError
-from megatron_dta.training.huggingface.config.values import CONFIG_FILE
+from megatron_dta.training.huggingface.config.values import CONFIG_FILE, read_object
 
 _KEY, _TEXT_KEY = "eos_token_id", "eos_token"
 
@@ -23,7 +22,7 @@ def name_end_token(folder: Path, end_id: int) -> None:
     Raises:
         InputError: a file is no JSON object.
     """
-    config = _read(folder / CONFIG_FILE)
+    config = read_object(folder / CONFIG_FILE)
     holders = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
     # A model around the text model may leave the token to it.
     holders = [holder for holder in holders if _KEY in holder] or holders[-1:]
@@ -31,7 +30,7 @@ def name_end_token(folder: Path, end_id: int) -> None:
         _write(folder / CONFIG_FILE, config)
     path = folder / "generation_config.json"
     if path.is_file():
-        generation = _read(path)
+        generation = read_object(path)
         if _add_id(generation, end_id, keep=True):
             _write(path, generation)
     text = _text_of(folder / "tokenizer.json", end_id)
@@ -52,7 +51,7 @@ def _add_id(holder: dict[str, Any], end_id: int, keep: bool) -> bool:
 
 
 def _name_text(path: Path, text: str) -> None:
-    content = _read(path)
+    content = read_object(path)
     named = content.get(_TEXT_KEY)
     if (named.get("content") if isinstance(named, dict) else named) == text:
         return
@@ -64,18 +63,8 @@ def _text_of(path: Path, token_id: int) -> str | None:
     """The text of an added token; None if tokenizer.json is absent or does not add it."""
     if not path.is_file():
         return None
-    added = _read(path).get("added_tokens") or ()
+    added = read_object(path).get("added_tokens") or ()
     return next((token["content"] for token in added if token.get("id") == token_id), None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON: {' '.join(str(error).split())[:120]}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: must hold a JSON object and holds a {type(content).__name__}")
-    return content
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -30,15 +30,20 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise InputError(f"{folder}: no such folder; {_how_to_get(folder)}")
     if not file.is_file():
         raise InputError(f"{file}: no such file; give the folder of a Hugging Face checkpoint")
+    return read_object(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a file that must hold a JSON object; raises ``InputError`` otherwise."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {' '.join(str(error).split())[:120]}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{file}: must hold a JSON object and holds a {type(config).__name__}")
-    return config
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: must hold a JSON object and holds a {type(content).__name__}")
+    return content
 
 
 def _how_to_get(folder: Path) -> str:
