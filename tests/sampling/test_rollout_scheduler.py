@@ -6,7 +6,7 @@ the pool must count exactly what the tables say.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,8 +172,7 @@ def test_the_small_pools_did_preempt_and_evict():
     rng = seed_all(5)
     pool = PagePool(4, 12)
     scheduler = Scheduler(pool, 9, 40)
-    for index in range(40):
-        context = rng.integers(0, 50, 9).astype(np.int32)
+    for index, context in enumerate(rng.integers(0, 50, (40, 9))):
         scheduler.submit(Request(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
     rows = [plan.rows[i] for plan in passes_of(scheduler) for i in plan.ready if plan.rows[i].num_tokens == 9 + 23]
     order = [row.generation.request_id for row in rows]
@@ -185,13 +184,9 @@ def test_the_small_pools_did_preempt_and_evict():
 
 
 def test_a_prompt_is_computed_once_for_all_samples_at_once():
-    scheduler = Scheduler(PagePool(4), 100, 50)
-    context = np.arange(70, dtype=np.int32)
-    for index in range(20):
-        scheduler.submit(Request(GenerationRequest(index, context, 2, 0), index, 4, None))
+    scheduler, context = Scheduler(PagePool(4), 100, 50), np.arange(70)
     # Another prompt begins with the same 40 tokens: it waits for those, not for the others' last.
-    other = np.concatenate([context[:40], np.full(5, 99, np.int32)])
-    scheduler.submit(Request(GenerationRequest(20, other, 2, 0), 20, 4, None))
+    submit_all(scheduler, [context] * 20 + [np.append(context[:40], [99] * 5)], 2)
     passes = [sorted(plan.counts, reverse=True) for plan in passes_of(scheduler)]
     assert passes[:2] == [[50], [20, 5]]
     assert scheduler.counts["prefilled_tokens"] == 70 + 19 + 5
@@ -201,9 +196,7 @@ def test_a_prompt_is_computed_once_for_all_samples_at_once():
 @pytest.mark.parametrize(("shared", "passes"), [(68, [[70], [5] + [1] * 4]), (64, [[70, 69], [1] * 5])])
 def test_only_a_long_common_part_is_waited_for(shared: int, passes: list[list[int]]):
     scheduler, context = Scheduler(PagePool(4), 100, 200), np.arange(70, dtype=np.int32)
-    contexts = [context] * 4 + [np.concatenate([context[:shared], np.full(5, 99, np.int32)])]
-    for index, tokens in enumerate(contexts):
-        scheduler.submit(Request(GenerationRequest(index, tokens, 2, 0), index, 4, None))
+    submit_all(scheduler, [context] * 4 + [np.append(context[:shared], [99] * 5)], 2)
     assert [sorted(plan.counts, reverse=True) for plan in passes_of(scheduler)][:2] == passes
 
 
@@ -212,12 +205,9 @@ def test_only_a_long_common_part_is_waited_for(shared: int, passes: list[list[in
 def test_a_prompt_outlives_its_first_sample(rows: int, passes: int, length: int):
     """Samples end in the pass that computes their prompt, at their first token or at the end of a draft; so do those of
     another prompt with the same start."""
-    pool = PagePool(4)
+    pool, context = PagePool(4), np.arange(70)
     scheduler = Scheduler(pool, rows, 50)
-    context = np.arange(70, dtype=np.int32)
-    prompts = [context] * 8 + [np.concatenate([context[:40], np.full(5, 99 + i, np.int32)]) for i in range(2)]
-    for index, prompt in enumerate(prompts):
-        scheduler.submit(Request(GenerationRequest(index, prompt, length, 0), index, 4, None))
+    submit_all(scheduler, [context] * 8 + [np.append(context[:40], [99 + i] * 5) for i in range(2)], length)
     assert run_all(scheduler) == passes
     assert scheduler.counts["prefilled_tokens"] == 70 + 7 + 2 * 5
     assert pool.pages_in_use == 0
@@ -228,20 +218,28 @@ def test_a_prompt_outlives_its_first_sample(rows: int, passes: int, length: int)
 def test_pages_kept_for_waiting_samples_give_way():
     """A pool of one prompt's pages serves prompts in turn, whatever waits for those that have ended."""
     scheduler = Scheduler(PagePool(4, 5), 1, 50)
-    for index in range(6):
-        context = np.arange(16, dtype=np.int32) + 100 * (index % 2)
-        scheduler.submit(Request(GenerationRequest(index, context, 1, 0), index, 4, None))
+    submit_all(scheduler, [np.arange(16), np.arange(100, 116)] * 3, 1)
     run_all(scheduler)
     assert scheduler.counts["evictions"] == scheduler.counts["preemptions"] == 0
     assert scheduler.pool.peak_pages == 4
+
+
+def test_a_page_that_was_found_for_a_sample_may_go_to_another_request():
+    """It is admitted between two samples of a prompt and copies the end of its own to where the prompt's end was."""
+    scheduler, store = Scheduler(PagePool(4, 7), 20, 400), Store(4)
+    prompt, other = np.arange(6), np.arange(200, 206)
+    for contexts in ([prompt], [np.arange(100, 104)], [other], [prompt, other, prompt]):
+        submit_all(scheduler, contexts, 1, hold=len(contexts) == 1)
+        for plan in passes_of(scheduler):
+            store.run(plan, scheduler.pool)
+    assert scheduler.counts["evictions"] > 0
 
 
 def test_a_request_admitted_ahead_computes_one_token():
     """A pool so short that the page which its prefix ends in gives way to it; then it waits for the next pass."""
     scheduler = Scheduler(PagePool(4, 4), 5, 50)
     for index, length in enumerate((4, 6, 6)):
-        request = GenerationRequest(index, np.arange(length) + length, 2, 0, hold=True)
-        scheduler.submit(Request(request, index, 4, None))
+        submit_all(scheduler, [np.arange(length) + length], 2, hold=True)
         if index < 2:
             scheduler.complete(scheduler.next_pass())
     scheduler.finish(next(reversed(scheduler.running)))
@@ -285,6 +283,12 @@ def test_rows_keep_what_a_loop_keeps():
             assert next(kept) == (count, is_end)
 
 
+def submit_all(scheduler: Scheduler, contexts: Iterable[np.ndarray], most: int, hold: bool = False) -> None:
+    """Submit a request for each context, without a parent, on pages of four tokens."""
+    for i, context in enumerate(contexts):
+        scheduler.submit(Request(GenerationRequest(i, context, most, 0, hold=hold), i, 4, None))
+
+
 def passes_of(scheduler: Scheduler) -> Iterator[Pass]:
     """Plans of passes, which then run, until all requests have their length."""
     while not scheduler.is_idle:
@@ -316,9 +320,7 @@ def run_all(scheduler: Scheduler) -> int:
 def test_more_requests_run_where_all_surely_fit(max_pages: int | None, most: int):
     """Each may grow to 4 pages. Beyond 4 of them only as many run as pages allow, and none is ever preempted for it."""
     scheduler = Scheduler(PagePool(4, max_pages), 12, 200, sure_requests=4)
-    for index in range(20):
-        context = np.arange(6, dtype=np.int32) + 50 * index
-        scheduler.submit(Request(GenerationRequest(index, context, 10, 0), index, 4, None))
+    submit_all(scheduler, np.arange(6) + 50 * np.arange(20)[:, None], 10)
     live = 0
     for _ in passes_of(scheduler):
         live = max(live, len(scheduler.running))

@@ -18,11 +18,11 @@ _FIRST_PAGES = 64
 
 class PagePool:
     """Pages ``0 .. num_pages - 1``. The pool begins empty and grows up to ``max_pages`` (None: no limit), at first to
-    the most pages that were ever used, as tensors are copied whenever it grows."""
+    the most pages that were ever used, as tensors are copied whenever it grows. ``num_losses``: pages put free."""
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size, self.max_pages = page_size, max_pages
-        self.num_pages = self.peak_pages = 0
+        self.num_pages = self.peak_pages = self.num_losses = 0
         self._free: list[int] = []
         self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
@@ -77,10 +77,6 @@ class PagePool:
             else:
                 self._put_free(page)
 
-    def are_held(self, pages: np.ndarray) -> bool:
-        """Whether a request holds each of ``pages``."""
-        return all(self._holders[page] for page in pages.tolist())
-
     def is_lost(self, page: int) -> bool:
         """Whether ``page`` is free, whatever it once held."""
         return self._holders[page] == 0 and page not in self._kept
@@ -111,6 +107,7 @@ class PagePool:
     def _put_free(self, page: int) -> None:
         self._kept.pop(page, None)
         self._free.append(page)
+        self.num_losses += 1
         for digest in self._digests_of_page.pop(page, ()):
             del self._page_of_digest[digest]
 

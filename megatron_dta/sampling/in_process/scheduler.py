@@ -132,17 +132,17 @@ class Scheduler:
     def _admit_waiting(self, plan: Pass, budget: int, leaving: int = 0, most: int | None = None) -> None:
         """Add waiting requests to a pass of up to ``budget`` more tokens; none that needs more than ``most`` tokens,
         and none behind it."""
-        kept, spare, prefixes = [], self._spare_pages(), dict[bytes, Prefix]()
+        kept, spare, prefixes = [], self._spare_pages(), dict[tuple[bytes, int] | None, Prefix]()
         for i, request in enumerate(self.waiting):
             prefix = None
             if budget and self._takes_another(request, spare, leaving):
                 is_new = request.parent is None and request.num_tokens == request.context_length
-                prefix = prefixes.get(request.context_digest) if is_new else None
-                prefix = prefix or self._find_prefix(request)
-                # A shorter one may be pending next, and pages that nothing holds may be gone.
-                is_whole = prefix.length == request.num_tokens - 1 and self.pool.are_held(prefix.pages)
-                if is_new and (prefix.is_pending or is_whole):
-                    prefixes[request.context_digest] = prefix
+                # Once pages are lost, those that were found may be another request's.
+                key = (request.context_digest, self.pool.num_losses) if is_new else None
+                prefix = prefixes.get(key) or self._find_prefix(request)
+                # A shorter one may be pending next.
+                if is_new and (prefix.is_pending or prefix.length == request.num_tokens - 1):
+                    prefixes[key] = prefix
                 if prefix.is_pending:
                     kept.append(request)
                     continue
