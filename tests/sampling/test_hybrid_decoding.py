@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from conftest import seed_all
+from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
 from hybrid_cases import HYBRID, NEMOTRON, poisoned, spread
 from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig

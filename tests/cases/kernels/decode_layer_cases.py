@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import seed_all
+from dta_kernels.paged_attention import launch
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import HeadShape, PagedContext, paged_context
 from megatron_dta.sampling.in_process.cache_size import head_shape
@@ -28,14 +29,16 @@ MODELS = {
 
 @contextmanager
 def small_parts() -> Iterator[None]:
-    """Two parts of 16 keys: the interpreter takes its time for programs without work, too."""
+    """Two parts of 16 keys, which one program computes where there are many tiles: the interpreter takes its time for
+    programs without work, too.
+    """
     config = HeadShape.config
 
     def small(shape: HeadShape, run: int):
         settings = config(shape, run)
         return replace(settings, parts=min(settings.parts, 2), keys=16, min_part=16)
 
-    with mock.patch.object(HeadShape, "config", small):
+    with mock.patch.object(HeadShape, "config", small), mock.patch.object(launch, "_PROGRAMS", 32):
         yield
 
 
