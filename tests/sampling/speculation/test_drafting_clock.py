@@ -12,7 +12,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation import clock as clock_module
 from megatron_dta.sampling.speculation.clock import LOSS_SHARE, TRIAL_ROUNDS, DraftingClock, PlainSchedule
 from rollout_forest import started
-from sampling_cases import SHAPES, make_model
+from sampling_cases import make_model
 from speculation_exact_cases import suffix_drafting
 
 
@@ -109,7 +109,7 @@ def test_what_drafts_saved_is_what_the_clock_says(known: int, rows: int, monkeyp
     monkeypatch.setattr(suffix_drafting_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(clock_module, "TRIAL_ROUNDS", 10**9)  # no trial ends, and none begins by itself
     monkeypatch.setattr(clock_module, "_FIRST_WAIT", 10**9)
-    params, model = SamplingParams(1, -1, 0.0, 1.0, seed=5), make_model(7, **SHAPES["grouped queries, QK-norm, untied"])
+    params, model = SamplingParams(1, -1, 0.0, 1.0, seed=5), make_model(7, num_layers=1)
     prompts = np.random.default_rng(3).integers(1, 20, (2, 6, 9)).astype(np.int32)
     prompts[1, :known] = prompts[0, :known]
     spent, saved = [], []
