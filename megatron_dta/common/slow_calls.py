@@ -72,9 +72,9 @@ def _report() -> None:
         with _lock:
             now = time.monotonic()
             due = [call for call in _running.values() if call.next_report <= now]
+            reports = [(call.what(), now - call.begin, call.limited_by) for call in due]
             for call in due:
                 call.next_report = now + (now - call.begin)
-        for call in due:
-            seconds = now - call.begin
-            logger.warning("%s has been running for %.0f s; %s limits its time", call.what(), seconds, call.limited_by)
+        for report in reports:  # the calls may have ended, or begun again
+            logger.warning("%s has been running for %.0f s; %s limits its time", *report)
         time.sleep(min(1.0, FIRST_SECONDS / 4))

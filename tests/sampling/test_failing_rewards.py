@@ -175,22 +175,25 @@ def test_functions_that_hang_fail_in_time_where_there_is_one(drop: bool) -> None
     assert time.monotonic() - began < 18
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 def test_functions_that_take_long_are_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int
 ) -> None:
     monkeypatch.setattr(slow_calls, "FIRST_SECONDS", 0.1)
+    calls: dict[int, slow_calls._Call] = {}
 
     def judge(prompt: dict, response: str, ids: list[int]) -> float:
         end = time.monotonic() + 20
+        calls.update(slow_calls._running)
         while response == "slow" and len(caplog.messages) < 2 and time.monotonic() < end:
             time.sleep(0.02)
         return 1.0
 
     judge.is_concurrent = True
-    scorer = Scorer(judge, workers=2)
+    scorer = Scorer(judge, workers=workers)
     assert scorer.score([Response("p", {}, text, []) for text in ("quick", "slow", "quick")]) == [1, 1, 1]
     line = r"reward function, prompt 'p', response 'slow': \S*judge has been running for (\d+) s; "
     matches = [re.fullmatch(f"{line}--reward-timeout limits its time", text) for text in caplog.messages]
-    assert len(matches) == 2
-    assert all(matches)
+    assert [bool(match) for match in matches] == [True, True]
     assert not slow_calls._running
+    assert all(call.what() for call in calls.values())  # the log may ask when it has ended

@@ -136,7 +136,7 @@ def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, 
     Args:
         whole: tokens, masks and logprobs of all parts.
         lengths: int64 [n], tokens of each part.
-        others: the other fields of each part, without those of sampled trees.
+        others: the other fields of each part, without those of sampled trees; the versions must agree.
     """
     ends = lengths.cumsum()
     if not (np.logical_or.reduceat(whole.loss_mask, ends - lengths) & ~whole.loss_mask[ends - lengths]).all():

@@ -99,7 +99,7 @@ class Scorer:
         if self._seconds is not None:
             return [self._value(self._attempt(response)) for response in responses]
         values: list[float | None] = []
-        with slow_calls.reported(lambda: f"{responses[len(values)].where}: {self._name}", "--reward-timeout") as call:
+        with slow_calls.reported(lambda: f"{response.where}: {self._name}", "--reward-timeout") as call:
             for response in responses:
                 call.begin_again()
                 try:
