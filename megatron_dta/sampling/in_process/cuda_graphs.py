@@ -23,6 +23,7 @@ On a CPU the same passes run without a capture, for tests in Triton's interprete
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -344,10 +345,12 @@ class DecodeSteps:
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Calls of other threads, such as a watchdog of collectives, must not fail the capture.
+        graph, thresholds = torch.cuda.CUDAGraph(), gc.get_threshold()
+        gc.set_threshold(0)  # garbage may hold graphs of another engine, whose end would fail the capture
+        # Calls of other threads, such as a watchdog of collectives, must not fail it either.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
+        gc.set_threshold(*thresholds)
 
         def replay() -> Tensor:
             graph.replay()
