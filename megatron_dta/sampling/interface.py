@@ -214,7 +214,7 @@ def check_request(
     held: Container[int],
     *in_use: Container[int],
     vocab_size: int | None = None,
-    tokens: bool = True,
+    check_tokens: bool = True,
 ) -> None:
     """Check a request; ``ValueError`` names the request and the field.
 
@@ -222,10 +222,10 @@ def check_request(
         held: ids of held requests, among them the request's parent.
         in_use: ids of running and new requests.
         vocab_size: token ids must be below it; None: not checked.
-        tokens: whether to check the token ids; False where another request with the same array was checked.
+        check_tokens: whether to check the token ids; False where another request with the same array was checked.
     """
     where, token_ids = f"request {request.request_id}", request.token_ids
-    if tokens:
+    if check_tokens:
         if not isinstance(token_ids, np.ndarray) or token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
             raise ValueError(f"{where}: token_ids must be a one-dimensional integer array")
         if token_ids.size == 0:

@@ -47,9 +47,9 @@ def make_quick() -> None:
 
 def rewrite_kernels() -> None:
     """Parse the source of all kernels now, in place of in each process that is forked later."""
-    for found in gc.get_objects():
-        if isinstance(found, interpreter.InterpretedFunction):
-            found.rewrite()
+    for candidate in gc.get_objects():
+        if isinstance(candidate, interpreter.InterpretedFunction):
+            candidate.rewrite()
 
 
 def _patch_once() -> None:

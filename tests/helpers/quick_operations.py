@@ -144,8 +144,8 @@ def _bytes(pointer: tl.pointer_type) -> int:
 
 
 def _index(sizes: str, axis: Any) -> tl.tensor:
-    place = getattr(interpreter.interpreter_builder, sizes)[core._unwrap_if_constexpr(axis)]
-    return tensor(np.array([place], np.int32), tl.int32, False)
+    size = getattr(interpreter.interpreter_builder, sizes)[core._unwrap_if_constexpr(axis)]
+    return tensor(np.array([size], np.int32), tl.int32, False)
 
 
 def _where(condition: Any, left: Any, right: Any) -> Any:

@@ -348,9 +348,11 @@ class DecodeSteps:
         graph, thresholds = torch.cuda.CUDAGraph(), gc.get_threshold()
         gc.set_threshold(0)  # garbage may hold graphs of another engine, whose end would fail the capture
         # Calls of other threads, such as a watchdog of collectives, must not fail it either.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
-        gc.set_threshold(*thresholds)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+        finally:
+            gc.set_threshold(*thresholds)
 
         def replay() -> Tensor:
             graph.replay()

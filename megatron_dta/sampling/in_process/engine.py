@@ -125,7 +125,7 @@ class InProcessEngine(RolloutEngine):
         most, vocab_size = self._model.max_sequence_length, self._model.true_vocab_size
         for request in requests:
             twin = of_context.get(id(request.token_ids))
-            check_request(request, self._held, self._running, new, vocab_size=vocab_size, tokens=twin is None)
+            check_request(request, self._held, self._running, new, vocab_size=vocab_size, check_tokens=twin is None)
             check_length(request, most, pool.page_size, pool.max_pages)
             parent = None if request.parent is None else self._held[request.parent]
             sequence = Request(request, self._arrivals + len(new), self._settings.block_size, parent, twin)
