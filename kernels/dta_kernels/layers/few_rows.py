@@ -26,8 +26,8 @@ from dta_kernels.overlap import overlap_settings, wait_for_previous
 from dta_kernels.tree_attention.common import product
 
 _ROWS = 64
-# Programs for which a GPU of 132 processors was measured: at least this many, with one or two of them on a processor.
-_LEAST_PROGRAMS, _ONE_EACH, _TWO_EACH = 96, 132, 264
+# Numbers of programs for which a GPU of 132 processors was measured, with one or two of them on a processor.
+_ONE_EACH, _TWO_EACH = 132, 264
 _SHARED_BYTES = 200_000
 
 
@@ -89,10 +89,18 @@ def few_rows_tiles(num_rows: int, N: int, K: int, gated: bool) -> Tiles | None:
     """
     if num_rows > _ROWS:
         return None
-    tried = [Tiles(32, 64, 1, 5)] if gated else [Tiles(64, i, s, 5) for i in (128, 64) for s in (1, 2, 4, 8)]
-    for tiles in tried:
-        programs, most = N // tiles.outputs * tiles.terms, _ONE_EACH if tiles.inputs == 128 else _TWO_EACH
-        if N % tiles.outputs == K % (tiles.terms * tiles.inputs) == 0 and _LEAST_PROGRAMS <= programs <= most:
+    numbers_of_terms = (1,) if gated else (4, 3, 2, 1)
+    tried = [
+        (Tiles(32, inputs, terms, stages), 30, _TWO_EACH if gated and inputs == 64 else _ONE_EACH)
+        for inputs, stages in ((128, 4), (64, 6))
+        for terms in numbers_of_terms
+    ]
+    if not gated:
+        tried += [(Tiles(64, 128, terms, 5), 96, _ONE_EACH) for terms in (1, 2, 4, 8)]
+        tried += [(Tiles(64, 64, terms, 5), 96, _TWO_EACH) for terms in (1, 2, 4, 8)]
+    for tiles, least, most in tried:
+        programs = N // tiles.outputs * tiles.terms
+        if N % tiles.outputs == K % (tiles.terms * tiles.inputs) == 0 and least <= programs <= most:
             return tiles
     return None
 

@@ -56,7 +56,7 @@ def _blocks_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = _scaled(logits_in + row * row_stride + token, temperature, SCALE, token < size)
     largest = tl.max(x, 0)
-    weight = tl.exp(x.to(tl.float64) - _shift_of(largest).to(tl.float64))
+    weight = tl.exp(x - _shift_of(largest)).to(tl.float64)
     tl.store(largest_out + row * num_blocks + block, largest)
     tl.store(sum_out + row * num_blocks + block, tl.sum(weight, 0))
     if GREEDY:
@@ -98,7 +98,7 @@ def _draw_kernel(
     if GREEDY:
         index = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
     else:
-        weight = tl.exp(x.to(tl.float64) - shift)
+        weight = tl.exp(x - _shift_of(largest)).to(tl.float64)
         rest = threshold - tl.sum(tl.where(k == block - 1, until, 0.0), 0)
         last = tl.max(tl.where(weight > 0, i, 0), 0)
         index = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
