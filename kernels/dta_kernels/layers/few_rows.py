@@ -1,4 +1,4 @@
-"""Triton products of few rows with a weight, for decoding: they read the weight once, at the rate of the memory.
+"""Triton products of few rows with a weight, for decoding: they read the weight at the rate of the memory.
 
 A weight of a few thousand rows and columns has too few tiles for a whole GPU, so its columns are divided, too. Every
 program stores its term of the sum in float32, and the kernel that reads the product adds the terms in order
@@ -6,7 +6,7 @@ program stores its term of the sum in float32, and the kernel that reads the pro
 product of a feed-forward layer is wide enough without; its kernel computes gate and up projection of the same columns,
 and SwiGLU of both.
 
-A tile has 64 rows for any smaller number, so a row has the same bits in every batch of up to 64.
+A tile has 64 rows, also for a smaller number, so a row has the same bits in every batch that this kernel takes.
 
 Legend: n rows, N outputs, K inputs, S terms.
 """
@@ -21,13 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dta_kernels.launch import Launcher
+from dta_kernels.launch import Launcher, ceil_div
 from dta_kernels.overlap import overlap_settings, wait_for_previous
 from dta_kernels.tree_attention.common import product
 
 _ROWS = 64
-# Numbers of programs for which a GPU of 132 processors was measured, with one or two of them on a processor.
-_ONE_EACH, _TWO_EACH = 132, 264
+# Up to so many rows they are faster than the library's products; a small weight occupies no GPU by itself.
+_MOST_ROWS, _MOST_ROWS_SMALL = 64, 256
+# Programs for which a GPU of 132 processors was measured: from these on, with one or two of them on a processor.
+_LEAST, _LEAST_SMALL, _ONE_EACH, _TWO_EACH = 96, 30, 132, 264
 _SHARED_BYTES = 200_000
 
 
@@ -56,9 +58,9 @@ def _product_kernel(
     x_in, weight_in, out, num_rows, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, TERMS: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / OUTPUTS, TERMS). GATED: ``silu(gate) * up`` of ``weight`` [2 N, K]."""
+    """Grid (N / OUTPUTS, TERMS, tiles of rows). GATED: ``silu(gate) * up`` of ``weight`` [2 N, K]."""
     wait_for_previous(OVERLAP)
-    row = tl.arange(0, ROWS)[:, None]
+    row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None]
     exists = row < num_rows
     output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
     begin = tl.program_id(1) * (K // TERMS)
@@ -87,21 +89,19 @@ def few_rows_tiles(num_rows: int, N: int, K: int, gated: bool) -> Tiles | None:
     Args:
         N: outputs; of a gated product those after the gate.
     """
-    if num_rows > _ROWS:
-        return None
-    numbers_of_terms = (1,) if gated else (4, 3, 2, 1)
-    tried = [
-        (Tiles(32, inputs, terms, stages), 30, _TWO_EACH if gated and inputs == 64 else _ONE_EACH)
-        for inputs, stages in ((128, 4), (64, 6))
-        for terms in numbers_of_terms
-    ]
-    if not gated:
-        tried += [(Tiles(64, 128, terms, 5), 96, _ONE_EACH) for terms in (1, 2, 4, 8)]
-        tried += [(Tiles(64, 64, terms, 5), 96, _TWO_EACH) for terms in (1, 2, 4, 8)]
-    for tiles, least, most in tried:
+    if gated:
+        tried = [(Tiles(32, 64, 1, 5), _TWO_EACH)]
+    else:
+        tried = [(Tiles(64, 128, terms, 5), _ONE_EACH) for terms in (1, 2, 4, 8)]
+        tried += [(Tiles(64, 64, terms, 5), _TWO_EACH) for terms in (1, 2, 4, 8)]
+        # Products of small models, for which no tiles occupy a GPU: the more terms, the more of it.
+        tried += [(Tiles(32, 64, terms, 6), _ONE_EACH) for terms in (4, 3, 2, 1)]
+    for tiles, most in tried:
         programs = N // tiles.outputs * tiles.terms
+        is_small = tiles.outputs == 32 and (not gated or programs < _LEAST)
+        least, most_rows = (_LEAST_SMALL, _MOST_ROWS_SMALL) if is_small else (_LEAST, _MOST_ROWS)
         if N % tiles.outputs == K % (tiles.terms * tiles.inputs) == 0 and least <= programs <= most:
-            return tiles
+            return tiles if num_rows <= most_rows else None
     return None
 
 
@@ -136,9 +136,10 @@ def gated_product(x_nK: Tensor, weight_NK: Tensor, tiles: Tiles) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, out: Tensor, tiles: Tiles, gated: bool) -> None:
     N, K = out.shape[-1], x.shape[1]
     is_even = N % tiles.outputs == K % (tiles.terms * tiles.inputs) == 0
-    if not is_even or len(x) > _ROWS or not (x.is_contiguous() and weight.is_contiguous()):
-        raise ValueError(f"a product of few rows takes up to {_ROWS}, contiguous tensors, and tiles that divide them")
-    _launcher(N, K, tiles, gated)((N // tiles.outputs, tiles.terms), x, weight, out, len(x))
+    if not is_even or not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("a product of few rows takes contiguous tensors and tiles that divide them")
+    grid = N // tiles.outputs, tiles.terms, ceil_div(len(x), _ROWS)
+    _launcher(N, K, tiles, gated)(grid, x, weight, out, len(x))
 
 
 @lru_cache

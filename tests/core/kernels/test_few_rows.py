@@ -21,7 +21,7 @@ from triton_device import DEVICE, interpreter
 @pytest.mark.parametrize("terms", [1, 4])
 def test_a_product_and_its_swiglu(terms: int, dtype: torch.dtype, bound: float):
     seed_all(terms)
-    for n in (1, 33, 64):
+    for n in (1, 33, 131):
         assert product_errors(n, (48, 128), Tiles(16, 32, terms, 3), dtype, DEVICE) < bound
 
 
@@ -52,8 +52,6 @@ def test_queries_and_pages(n: int, layout: QKVLayout, rotated: int, norm: bool, 
 def test_what_the_kernel_does_not_take_is_left_or_refused():
     x, weight = torch.zeros(4, 2048, dtype=torch.bfloat16), torch.zeros(4096, 2048, dtype=torch.bfloat16)
     assert tiles_for(x, weight) is None  # on a CPU
-    with pytest.raises(ValueError, match="up to 64"):
-        few_rows_product(x.new_zeros(65, 2048), weight, Tiles(64, 64, 1, 3))
     with pytest.raises(ValueError, match="contiguous"):
         few_rows_product(weight.t()[:4], weight.t(), Tiles(64, 64, 1, 3))
     with pytest.raises(ValueError, match="divide them"):

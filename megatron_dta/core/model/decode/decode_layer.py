@@ -5,7 +5,7 @@ launch them. The output of a layer's last branch is therefore added to the resid
 layer's norm: the context carries the branch there, and the last layer adds it itself. Keys and values are written
 directly to their pages; if every row has one token, the attention kernel itself normalizes and rotates its queries and
 the new key (``mixed_rows``). The results equal those of the modules bit for bit, with two exceptions that only add in
-another order: products of up to 64 rows in 16 bits, which have a kernel of their own (``few_rows``), and norms of heads
+another order: products of few rows in 16 bits, which have a kernel of their own (``few_rows``), and norms of heads
 inside the attention in float32.
 
 It supports the same layers as ``fused_autograd_layer``, with or without gradient buffers, and is used for all layers of
