@@ -177,6 +177,7 @@ def add_pass_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``pass``."""
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256], help="sequences of a pass")
     parser.add_argument("--cached-tokens", type=int, default=192, help="cached tokens of each sequence")
+    parser.add_argument("--draft-tokens", type=int, default=0, help="additional tokens of each sequence in the pass")
     parser.add_argument("--profile", action="store_true", help="list the kernels of the pass by time")
 
 

@@ -26,19 +26,23 @@ _REPLAYS = 20
 def run_pass(arguments: argparse.Namespace, setup: Setup) -> Iterator[dict[str, Any]]:
     """A row for each number of sequences."""
     check_arguments(arguments, "cached_tokens")
+    if arguments.draft_tokens < 0:
+        raise InputError(f"--draft-tokens must be at least 0, not {arguments.draft_tokens}")
     if setup.device.type != "cuda":
         raise InputError("pass: this part needs a CUDA GPU")
     for count in arguments.rows:
-        yield _measured(_Case(setup, count, arguments.cached_tokens, arguments.block_size), arguments.profile)
+        case = _Case(setup, count, arguments.cached_tokens, arguments.draft_tokens, arguments.block_size)
+        yield _measured(case, arguments.profile)
 
 
 class _Case:
-    """Sequences with random pages, and the static pass over them."""
+    """Sequences with random pages, each with a token and its draft, and the static pass over them."""
 
-    def __init__(self, setup: Setup, count: int, cached: int, page_size: int) -> None:
+    def __init__(self, setup: Setup, count: int, cached: int, drafted: int, page_size: int) -> None:
         self.setup, self.model, self.count, self.cached = setup, setup.model.model_chunks[0], count, cached
+        self.num_tokens, self._run = count * (1 + drafted), 16 if drafted else 1  # as ``DecodeSteps`` chooses
         self.shape, device = head_shape(setup.model), setup.device
-        width = -(-(cached + 1) // page_size)
+        width = -(-(cached + drafted) // page_size)
         self.cache = PagedCache(
             self.model.attention_layers,
             page_size,
@@ -53,18 +57,19 @@ class _Case:
                 tensor.normal_()
         order = np.random.default_rng(0).permutation(count * width)
         self.tables = torch.from_numpy(order).to(device)
-        starts, counts = np.full(count, cached - 1), np.ones(count, np.int64)
+        starts, counts = np.full(count, cached - 1), np.full(count, 1 + drafted)
         self._rows = pass_rows(starts, counts, list(order.reshape(count, width)), page_size)
         self._rows = replace(self._rows, table_begins=np.arange(count) * width)
-        self._tiles = static_tiles(starts, counts, self._rows, self.shape.tile_tokens(1))
+        self._tiles = static_tiles(starts, counts, self._rows, self.shape.tile_tokens(self._run))
 
     def static(self) -> StaticPass:
         """A pass that is ready to run."""
         static = StaticPass(
-            self.count, 1, self.shape, self.cache.page_size, self.tables, self.cache.addresses, self.cache.layer_rows
-        )
+            self.num_tokens, self._run, self.shape, self.cache.page_size, self.tables, self.cache.addresses,
+            self.cache.layer_rows,
+        )  # fmt: skip
         words = static.empty_words(1)
-        noise = np.random.default_rng(1).random((1, self.count))
+        noise = np.random.default_rng(1).random((1, self.num_tokens))
         static.pack(words, self._rows.positions[None], self._rows.slots[None], noise, self._tiles[None])
         static.words.copy_(torch.from_numpy(words[0]))
         return static
