@@ -1,8 +1,10 @@
 """Shared fixtures and hooks: seeds, real rollouts, one torch thread, Triton's interpreter without a GPU."""
 
 import gc
+import multiprocessing
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,16 +33,12 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """One server forks the processes of all workers. It starts beside their collection; few tests of core need it."""
-    if any("tests/core" not in argument for argument in node.config.args):
-        node.workerinput["forkserver"] = forked.server_for_others()
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if address := getattr(config, "workerinput", {}).get("forkserver"):
-        forked.use_server(address)
+    """One server forks xdist's workers and what they start. Few tests of core need it, and CUDA does not survive it."""
+    workers = [] if hasattr(config, "workerinput") else getattr(config.option, "tx", None) or []
+    if workers and os.environ.get("TRITON_INTERPRET") == "1" and any("tests/core" not in part for part in config.args):
+        python = shlex.join([sys.executable, forked.__file__, forked.server_for_others()])
+        config.option.tx = [f"{worker}//python={python}" for worker in workers]
 
 
 def pytest_collection_finish() -> None:
@@ -70,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    if multiprocessing.parent_process() is None:  # forked ones end without a look at what is left
+        gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

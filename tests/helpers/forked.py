@@ -20,11 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
+from typing import Any
 
 from roomy import call_with_room
 
@@ -90,19 +90,6 @@ def use_errors_of_parent() -> None:
         os.close(errors)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a program runs: files of its standard output and error, bytes beyond which no file may grow, and the
-    server's address, so that what it forks comes from there too.
-    """
-
-    cwd: str
-    environment: dict[str, str]
-    outputs: list[str]
-    largest_file: int | None
-    server: str
-
-
 class Program:
     """A program that runs in a forked process."""
 
@@ -124,8 +111,9 @@ class Program:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [os.path.join(self._folder.name, name) for name in ("stdout", "stderr")]
         context = forkserver()
-        settings = Place(str(cwd), environment, self._outputs, largest_file, _forkserver._forkserver_address)
-        self._process = context.Process(target=_run, args=(self.command, settings))
+        # What it forks comes from the same server.
+        settings = (environment, str(cwd), self._outputs, largest_file, _forkserver._forkserver_address)
+        self._process = context.Process(target=_run, args=(self.command, *settings))
         self._process.start()
         self.pid = self._process.pid
 
@@ -190,18 +178,42 @@ def run_ranks(arguments: Sequence[object], count: int, cwd: str | Path = REPOSIT
     return [program.wait() for program in start_ranks(arguments, count, cwd)]
 
 
-def _run(command: list[str], settings: Place) -> None:
-    for descriptor, path in enumerate(settings.outputs, start=1):
+def run_line(address: str, line: str) -> int:
+    """Run a line of Python in a process of the server with this address, with this process's streams; its status."""
+    use_server(address)
+    streams = [multiprocessing.reduction.DupFd(descriptor) for descriptor in range(3)]
+    process = multiprocessing.get_context("forkserver").Process(target=_run_line, args=(address, line, streams))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _run_line(address: str, line: str, streams: list[Any]) -> None:
+    for descriptor, stream in enumerate(streams):
+        os.dup2(stream.detach(), descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it stays open)
+    use_server(address)
+    # pytest imports it in its own way; to what other modules have taken from it, this is the process that runs tests.
+    if imported := sys.modules.pop("conftest", None):
+        imported._PROCESS = os.getpid()
+    exec(line, {"__name__": "__main__"})
+    atexit._run_exitfuncs()
+
+
+def _run(
+    command: list[str], env: dict[str, str], cwd: str, outputs: list[str], largest_file: int | None, server: str
+) -> None:
+    for descriptor, path in enumerate(outputs, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()
-    os.environ.update(settings.environment)
-    os.chdir(settings.cwd)
-    if settings.largest_file is not None:
+    os.environ.update(env)
+    os.chdir(cwd)
+    if largest_file is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (settings.largest_file, resource.RLIM_INFINITY))
-    use_server(settings.server)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    use_server(server)
     status = call_with_room(_status_of, command)
     # What the interpreter does at its end; a forked process would leave it out.
     threading._shutdown()
@@ -232,3 +244,9 @@ def _status_of(command: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+if __name__ == "__main__":  # run in place of an interpreter: ADDRESS -u -c LINE
+    import forked
+
+    sys.exit(forked.run_line(sys.argv[1], sys.argv[-1]))

@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("triton")
 
 from decode_layer_cases import GROUPED, few_parts, fused_model, small_parts  # noqa: F401 (a fixture)
-from decode_mesh_cases import build_on
+from decode_mesh_cases import build_on, weights_of
 from hybrid_cases import HYBRID, poisoned, spread
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.sampling.interface import GenerationRequest, GenerationResult, generate
-from mesh_worker import named_parameters, run_on_ranks
+from mesh_worker import run_on_ranks
 from rollout_forest import PARAMS, Drive, assert_same, run_forest, started
 from sampling_cases import make_model, random_prompts, sampling_config
 from speculation_exact_cases import Adversary
@@ -72,8 +72,7 @@ def assert_near(actual: Samples, expected: Samples) -> None:
 
 
 def case_of(model: Any, **changes: Any) -> Case:
-    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
-    return sampling_config(torch.float32, **FUSED | changes), weights
+    return sampling_config(torch.float32, **FUSED | changes), weights_of(model)
 
 
 def engine_on(model: Any, job: Job) -> Any:
@@ -177,12 +176,11 @@ def test_stages_change_the_states_of_their_layers_in_place(tmp_path):
     model, drive = make_model(5, torch.float32, **STATES), Drive(seed=9, prompts=2, depth=1, longest=7)
     with torch.no_grad():
         spread(dict(model.named_parameters()), 5)
-    weights = {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
     apart = ParallelConfig(**STAGES, pipeline_model_parallel_layout="Et|tL")
     # The first stage has no attention, the last one no states.
     jobs = {"few requests": Job(apart, settings=dict(block_size=3, max_requests=3, burst=3))}
     expected = run_forest(started(model, DRAWN_BY_KERNELS), drive)
-    case = sampling_config(torch.float32, **STATES), weights
+    case = sampling_config(torch.float32, **STATES), weights_of(model)
     ranks = run_on_ranks(forests_on_rank, (case, drive, jobs), 2, tmp_path / "mesh")
     for name in jobs:
         for rank in ranks:

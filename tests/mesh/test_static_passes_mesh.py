@@ -2,7 +2,6 @@
 process. In Triton's interpreter."""
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from decode_layer_cases import MODELS, few_parts, fused_model, passes, small_parts  # noqa: F401 (a fixture)
-from decode_mesh_cases import Job, build_on
+from decode_mesh_cases import Job, build_on, weights_of
 from megatron_dta.core.config import ModelConfig, ParallelConfig
 from megatron_dta.core.model.parallel.tensor_sum import _why_apart
-from mesh_worker import named_parameters, run_on_ranks
+from mesh_worker import run_on_ranks
 from rollout_forest import Drive, assert_same, run_forest, started
 from sampling_cases import sampling_config
 from speculation_exact_cases import suffix_drafting
@@ -24,10 +23,6 @@ from triton_device import interpreter
 TENSOR = dict(tensor_model_parallel_size=2)
 MESHES = {"tp2": ParallelConfig(**TENSOR), "tp2-sp": ParallelConfig(**TENSOR, sequence_parallel=True)}
 FUSED = dict(fused_layer_impl="triton", normalization="RMSNorm", kv_channels=16)
-
-
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in named_parameters(model).items()}
 
 
 JOBS = {

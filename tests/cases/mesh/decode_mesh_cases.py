@@ -35,6 +35,10 @@ class Job:
     drafts: bool = False
 
 
+def weights_of(model: Any) -> Weights:
+    return {name: parameter.detach().cpu().clone() for name, parameter in named_parameters(model).items()}
+
+
 def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights, Any]:
     """A model on one GPU: its configuration and weights, and itself."""
     shape = GROUPED | changes
@@ -42,8 +46,7 @@ def reference(dtype: torch.dtype, **changes: Any) -> tuple[ModelConfig, Weights,
     if "mixer" in changes:
         with torch.no_grad():
             spread(dict(model.named_parameters()), 3)
-    weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(model).items()}
-    return sampling_config(dtype, **shape), weights, model
+    return sampling_config(dtype, **shape), weights_of(model), model
 
 
 def build_on(config: ModelConfig, weights: Weights, parallel: ParallelConfig) -> Any:

@@ -17,7 +17,7 @@ from megatron_dta.extras.servers.http_client import ServerError
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from rollout_server_base import RolloutServer
 
-MEMBER = gzip.compress(bytes(100 << 20))
+MEMBER = 100 * gzip.compress(bytes(1 << 20))
 
 
 class RawReply(web.StreamResponse):

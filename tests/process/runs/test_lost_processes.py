@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -107,19 +108,20 @@ def run_and_lose_a_rank(rank: int, argument: tuple[str, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The errors that the first rank has printed, by the way in which the other one was lost. All wait at once."""
+    """The errors that the first rank has printed, by the way in which the other one is lost; all of slow ranks."""
+    ways = (*MESSAGES, "slow")  # at once, because all of them wait
 
     def run(way: str) -> list[str]:
         folder = tmp_path_factory.mktemp("ways")
-        with pytest.raises(RuntimeError, match="gave no result"):
+        with pytest.raises(RuntimeError, match="gave no result") if way in MESSAGES else nullcontext():
             run_on_ranks(run_and_lose_a_rank, (way, folder), 2, folder / "run", "gloo")
         lines = (folder / "stderr_0").read_text().splitlines()
         print(way, lines)
-        return [line for line in lines if line.startswith("error: ")]
+        return [line for line in lines if way == "slow" or line.startswith("error: ")]
 
     forkserver()  # before threads ask for it
-    with mock.patch.object(mesh_worker, "ENDING_S", 2), ThreadPoolExecutor(len(MESSAGES)) as threads:
-        return dict(zip(MESSAGES, threads.map(run, MESSAGES), strict=True))
+    with mock.patch.object(mesh_worker, "ENDING_S", 2), ThreadPoolExecutor(len(ways)) as threads:
+        return dict(zip(ways, threads.map(run, ways), strict=True))
 
 
 @pytest.mark.parametrize("way", MESSAGES)
@@ -129,6 +131,5 @@ def test_a_lost_rank_is_named_in_time(errors: dict[str, list[str]], way: str) ->
     assert MESSAGES[way] in errors[way][0]
 
 
-def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
-    assert run_on_ranks(run_and_lose_a_rank, ("slow", tmp_path), 2, tmp_path / "run", "gloo") == [None, None]
-    assert not (tmp_path / "stderr_0").read_text()
+def test_slow_ranks_are_left_alone(errors: dict[str, list[str]]) -> None:
+    assert errors["slow"] == []

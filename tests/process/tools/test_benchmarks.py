@@ -4,13 +4,10 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from conftest import REPOSITORY, seed_all
+from conftest import REPOSITORY
 from forked import run_python, run_ranks
-from megatron_dta.core.rollouts.load import write_rollouts
-from megatron_dta.core.rollouts.record import Rollout
 
 SMALL_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL"
 RUNS = {
@@ -18,7 +15,7 @@ RUNS = {
     "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
     "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
     "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
-    "train": "ROLLOUTS --model tiny --steps 1 --tree-mode dta dense --timeline-dir FOLDER",
+    "train": "examples/rollouts.example.jsonl --model tiny --steps 1 --tree-mode dta dense --timeline-dir FOLDER",
     "gateway_sessions": "--sessions 4 --calls 4 --at-once 2",
     "server_requests": "--servers 2 --requests-per-server 3 --response-tokens 40 --seconds 0.01 --responses 6",
     "weight_transfer": "--ways folder --folder FOLDER --repeats 1",
@@ -32,24 +29,9 @@ PAPERS = {
 }
 
 
-def write_repetitive(path: Path) -> Path:
-    """Four samples of each of three prompts, the same but for two tokens."""
-    generator, rollouts = seed_all(1), []
-    for problem in range(3):
-        prompt, base = generator.integers(0, 4096, 9), generator.integers(0, 4096, 40)
-        for _ in range(4):
-            generated = base[: generator.integers(12, 40)].copy()
-            generated[generator.integers(0, len(generated), 2)] = generator.integers(0, 4096, 2)
-            ids = np.concatenate([prompt, generated]).astype(np.int32)
-            rollouts.append(Rollout(ids, np.arange(len(ids)) >= 9, reward=0.0, group_id=str(problem)))
-    write_rollouts(path, rollouts)
-    return path
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_writes_its_rows(name: str, tmp_path: Path) -> None:
-    rollouts, output = write_repetitive(tmp_path / "rollouts.jsonl"), tmp_path / "results.json"
-    flags = RUNS[name].replace("ROLLOUTS", str(rollouts)).replace("FOLDER", str(tmp_path / "folder"))
+    output, flags = tmp_path / "results.json", RUNS[name].replace("FOLDER", str(tmp_path / "folder"))
     command = [f"benchmarks/{name.split()[0]}.py", *flags.split(), "--output", str(output)]
     if name in ON_TWO_RANKS:
         done = run_ranks([*command, *ON_TWO_RANKS[name].split()], 2)
