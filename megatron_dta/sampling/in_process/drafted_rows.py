@@ -118,4 +118,4 @@ class DraftedRows:
             params, steps = self._launcher.params, max(_NOISE_AHEAD, len(columns))
             self._noise_begin, done, none = self._num_tokens, 0 * done, [NO_DRAFT] * len(self.rows)
             self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps).T
-        return np.take_along_axis(self._noise, done[:, None] + columns, axis=1)
+        return self._noise[np.arange(len(done))[:, None], done[:, None] + columns]

@@ -313,9 +313,7 @@ class SuffixDrafting(Drafting):
     def state_dict(self) -> dict[str, Any]:
         self._learn_waiting()
         arrays = self.speculator.state_dict()
-        state = {
-            key: array.tolist() if array.dtype.kind == "U" else torch.tensor(array) for key, array in arrays.items()
-        }
+        state = {key: x.tolist() if x.dtype.kind == "U" else torch.tensor(x) for key, x in arrays.items()}
         # The replicas differ in acceptance estimates and insertion order, so all ranks keep the first one's state.
         return {_STATE: current_mesh().from_first(state)}
 

@@ -116,6 +116,7 @@ class DraftingClock:
         self._rounds, self._batches, self._measures = 0, 0, False
         self._recent: dict[tuple[bool, int], deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._shared: Rates = {}
+        self._captured_sizes: set[int] = set()  # of which passes with drafts have run
         self._waits: dict[int, int] = defaultdict(lambda: _FIRST_WAIT)
         self._passes: dict[int, float] = defaultdict(float)
 
@@ -143,6 +144,8 @@ class DraftingClock:
         """Record a round of ``live`` rows. ``asked``: it could have drafts, and took the place of ``passes`` passes."""
         size = max(live.bit_length(), _FEW)
         self._recent[asked, size].append(seconds / passes)
+        if asked:
+            self._captured_sizes.add(size)
         plain = self.rate(False, live)
         self._measures = plain is None
         if plain is None:
@@ -156,7 +159,7 @@ class DraftingClock:
             return
         self._passes[size] += passes
         # A round that was launched before a trial began is none of it.
-        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain + _CAPTURE_SECONDS * (self.rate(True, live) is None)
+        self._risk = TRIAL_ROUNDS * (_UNKNOWN - 1) * plain + _CAPTURE_SECONDS * (size not in self._captured_sizes)
         self.is_due = not self.is_on and self._passes[size] >= self._waits[size] and self._affords(self._price)
 
     def begin(self, seconds: float) -> None:

@@ -109,8 +109,6 @@ class SpeculationGate:
     def _worth(self, live: int) -> tuple[float, float]:
         """Seconds saved by one pass fewer for the last sample, and by one sequence fewer in a pass. The last sample
         drafts itself once it runs alone, if that pays, so one of its passes is then worth several tokens."""
-        cost = self.plain_cost
-        base, per_token = cost.base, (float(cost.seconds(live)) - cost.base) / live
-        if self.prices_whole:
-            return base, per_token
-        return min(base, float(self.drafted_cost.seconds(self.last_tokens)) / self.last_tokens), per_token
+        base, seconds = self.plain_cost.base, float(self.plain_cost.seconds(live))
+        drafted = float(self.drafted_cost.seconds(self.last_tokens)) / self.last_tokens
+        return base if self.prices_whole else min(base, drafted), (seconds - base) / live

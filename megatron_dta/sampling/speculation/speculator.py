@@ -294,9 +294,8 @@ class Speculator:
         if not self.gate.decides:
             return lengths
         expected = np.where(np.arange(width) < lengths[:, None], accept, 0.0).sum(1)
-        if self.gate.pays(self.gate.gain(expected, sharers, live), live, live + int(lengths.sum())):
-            return lengths
-        return np.zeros(live, np.int64)
+        pays = self.gate.pays(self.gate.gain(expected, sharers, live), live, live + int(lengths.sum()))
+        return lengths if pays else np.zeros(live, np.int64)
 
     def _sharers(self, slots: np.ndarray, live: int) -> np.ndarray:
         """Number of samples that share each sample's forwards, float64 [n]."""

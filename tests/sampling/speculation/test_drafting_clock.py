@@ -62,6 +62,7 @@ def test_passes_without_drafts_are_measured_again_and_phases_decide_about_the_ne
         for asked in (True, False, False, False):
             clock.took(50, 8, 8e-3, asked)
             assert clock.asks is (clock.is_on and len(clock._recent[False, 6]) == 3)
+            assert clock._risk < clock_module._CAPTURE_SECONDS  # no other graph is captured
         clock.end_phase(PlainSchedule(took=1.0, latest=1.0 + saved, is_plain=False))
         assert clock.is_on is stays
         for _ in range(clock_module._RENEWAL):
