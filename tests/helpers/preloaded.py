@@ -4,6 +4,7 @@ and writes to pages that the processes share.
 
 import contextlib
 import gc
+import importlib
 import io
 import os
 import weakref
@@ -28,12 +29,18 @@ with contextlib.suppress(ModuleNotFoundError):
     # As at the end of a run; the first figure finds the fonts.
     Figure(layout="constrained").savefig(io.BytesIO(), format="png")
 
-# What runs import when they need it: templates of chats, and servers for agents.
+# What tests and runs import when they need it: layers with kernels, models and templates of chats, servers for agents.
+PACKAGE = (
+    "commands.inspect_tree commands.plan_run core.model.experts.spec core.model.layers.fused_autograd_layer "
+    "core.model.layers.fused_layer extras.agents.gateway.http.application extras.expert_parallel.planning.group_step "
+    "families.gated_delta_net.huggingface families.latent_attention.huggingface families.mamba2.huggingface"
+)
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+for name in ("torch.utils.serialization", "uvicorn", *MODELS, *(f"megatron_dta.{part}" for part in PACKAGE.split())):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 with contextlib.suppress(ImportError):
-    import uvicorn  # noqa: F401
     from transformers import PreTrainedTokenizerFast  # noqa: F401
-
-    import megatron_dta.extras.agents.gateway.http.application  # noqa: F401
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import fused_layers_cases  # noqa: F401 (with it the kernels)

@@ -49,15 +49,11 @@ print(json.dumps(told))
 def test_folders_that_cannot_be_written_are_told(tmp_path: Path) -> None:
     """At the start, before anything is sampled; or when it happens, with what was saved before kept."""
     cases = []
-    for name, flags in {
-        "--save": "--save {}",
-        "--tensorboard-dir": "--tensorboard-dir {}",
-        "--timeline-dir": "--timeline-dir {}",
-    }.items():
+    for name in ("--save", "--tensorboard-dir", "--timeline-dir"):
         folder = tmp_path / name.strip("-")
         folder.mkdir()
         folder.chmod(0o555)
-        cases.append((name, FLAGS + flags.format(folder), None))
+        cases.append((name, f"{FLAGS}{name} {folder}", None))
     for name, flags, late in (
         ("checkpoint", "", ""),
         ("background checkpoint", "--async-save", ""),

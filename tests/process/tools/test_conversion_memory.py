@@ -27,10 +27,7 @@ def test_memory_does_not_grow_with_layers(tmp_path: Path, monkeypatch: pytest.Mo
     benchmark = load_script("benchmarks/conversion.py")
     started = SimpleNamespace(Popen=Started, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(benchmark, "subprocess", started)
-    results = {}
-    for layers in (2, 14):
-        results[layers] = benchmark.benchmark(tmp_path / str(layers), layers, 16)
-    few, many = results[2], results[14]
+    few, many = (benchmark.benchmark(tmp_path / str(layers), layers, 16) for layers in (2, 14))
     assert few["byte_for_byte"]
     assert many["byte_for_byte"]
     more = many["bytes"] - few["bytes"]

@@ -109,7 +109,7 @@ class _TorchOnCpu(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
-        return _on_cpu(value) if name in ("tensor", "zeros", "empty", "ones") else value
+        return self.__dict__.setdefault(name, _on_cpu(value) if name in ("tensor", "zeros", "empty", "ones") else value)
 
 
 def _on_cpu(make_tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
