@@ -6,8 +6,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
 extras=${2:-}
+# The same packages, of the same description, are not looked for again; a new environment has no such file.
+described=$({ echo "$PWD" "${@:2}"; cat setup.py pyproject.toml examples/install.sh; } | cksum)
+installed=$venv/installed-${described%% *}
+[ ! -e "$installed" ] || exit 0
 packages=("${@:3}" --editable ".${extras:+[$extras]}")
 # The version that the tests were run with; a machine with its own torch keeps it.
 "$venv/bin/python" -c "import torch" 2>/dev/null || packages=("torch==2.13.0" "${packages[@]}")
 # Most modules of the packages are never imported; those that are get their bytecode then.
 "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "${packages[@]}"
+touch "$installed"

@@ -28,7 +28,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_
 packages_of() { "$1/bin/python" -c 'import site; print(site.getsitepackages()[0])'; }
 
 prepare_verl() {
-  [ -x "$venv-verl/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv-verl"
+  [ ! -x "$venv-verl/bin/python" ] || return 0
+  "${PYTHON:-python3}" -m venv "$venv-verl"
   # The largest of verl's packages that need nothing of the other environment, while that one is installed.
   "$venv-verl/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "ray[default]" wandb
 }

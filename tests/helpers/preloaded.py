@@ -25,6 +25,9 @@ with contextlib.suppress(ModuleNotFoundError):
 
     import mesh_trainer_cases  # noqa: F401 (with it pytest and the trainer)
     import rollout_runs  # noqa: F401 (with it servers)
+    from megatron_dta.training import arguments
+
+    arguments._parser()
 
     # As at the end of a run; the first figure finds the fonts.
     Figure(layout="constrained").savefig(io.BytesIO(), format="png")

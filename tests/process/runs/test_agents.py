@@ -38,7 +38,7 @@ def text(chat: Path) -> list[str]:
 
 
 def command(chat: Path, save: Path, what: str, *more: str) -> list[str]:
-    task = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} {AGENT} {what}"]
+    task = ["--prompt-data", str(chat / "prompts.jsonl"), "--agent-command", f"{sys.executable} -S {AGENT} {what}"]
     sizes = f"--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 6 --lr 1e-2 --save {save}"
     return ["-m", "megatron_dta.train", *MODEL, *text(chat), *task, *sizes.split(), *more]
 

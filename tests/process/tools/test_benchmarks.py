@@ -33,10 +33,8 @@ PAPERS = {
 def test_a_benchmark_writes_its_rows(name: str, tmp_path: Path) -> None:
     output, flags = tmp_path / "results.json", RUNS[name].replace("FOLDER", str(tmp_path / "folder"))
     command = [f"benchmarks/{name.split()[0]}.py", *flags.split(), "--output", str(output)]
-    if name in ON_TWO_RANKS:
-        done = run_ranks([*command, *ON_TWO_RANKS[name].split()], 2)
-    else:
-        done = [run_python(command)]
+    division = ON_TWO_RANKS.get(name, "").split()
+    done = run_ranks([*command, *division], 2) if division else [run_python(command)]
     assert not any(rank.returncode for rank in done), [rank.stderr for rank in done]
     assert json.loads(output.read_text())["rows"]
 
