@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from conftest import seed_all
 from dta_kernels.layers import reference
-from dta_kernels.layers.few_rows import Tiles, few_rows_product, tiles_for
+from dta_kernels.layers.few_rows import Tiles, few_rows_product, few_rows_tiles, tiles_for
 from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.layers.rms_norm import rms_norm_forward
 from few_rows_cases import EPS, check_pages, product_errors
@@ -52,6 +52,8 @@ def test_queries_and_pages(n: int, layout: QKVLayout, rotated: int, norm: bool, 
 def test_what_the_kernel_does_not_take_is_left_or_refused():
     x, weight = torch.zeros(4, 2048, dtype=torch.bfloat16), torch.zeros(4096, 2048, dtype=torch.bfloat16)
     assert tiles_for(x, weight) is None  # on a CPU
+    for rows, size in ((256, 576), (64, 2048)):  # a small weight, and another one
+        assert [few_rows_tiles(n, size, size, False) is None for n in (rows, rows + 1)] == [False, True]
     with pytest.raises(ValueError, match="contiguous"):
         few_rows_product(weight.t()[:4], weight.t(), Tiles(64, 64, 1, 3))
     with pytest.raises(ValueError, match="divide them"):
