@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from functools import cache
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ def statistics_of(response: np.ndarray) -> np.ndarray:
     return np.array([reward(response), len(response), reward(response) * score])
 
 
+@cache
 def exact_expectation() -> np.ndarray:
     """All responses to the prompt 2, with their probabilities."""
     total, mass = np.zeros(3), 0.0
@@ -59,7 +61,6 @@ def exact_expectation() -> np.ndarray:
     return total
 
 
-EXACT = exact_expectation()
 VARIANTS = {
     "plain": {},
     "N = 3": {"branching_factor": 3},
@@ -77,7 +78,7 @@ def deviations(trees, weights_of) -> np.ndarray:
         values = {leaf: statistics_of(tree.tokens(leaf)[1:]) for leaf in tree.leaves}
         estimates.append(sum(weights[leaf] * values[leaf] for leaf in tree.leaves))
     estimates = np.array(estimates)
-    return (estimates.mean(0) - EXACT) / (estimates.std(0, ddof=1) / np.sqrt(len(estimates)))
+    return (estimates.mean(0) - exact_expectation()) / (estimates.std(0, ddof=1) / np.sqrt(len(estimates)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
