@@ -13,14 +13,13 @@ from dta_kernels.layers.few_rows import tiles_for
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
-from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.decode.paged_context import PagedContext
 from megatron_dta.core.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from paged_attention_cases import PagedCase, relative_error
-from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
+from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started, trainers_logprobs
 from sampling_cases import SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting
 

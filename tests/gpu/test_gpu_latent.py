@@ -9,13 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from conftest import seed_all
-from in_process_engine_cases import trainers_logprobs
 from latent_cases import EXPERTS, WIDE, latent_weights
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_tree
 from megatron_dta.families.latent_attention import sizes
 from precision import tree_over_dense
-from rollout_forest import Drive, run_forest, started
+from rollout_forest import Drive, run_forest, started, trainers_logprobs
 from sampling_cases import make_model
 from tree_engine_cases import GRPO, TEMPERATURE, branching_sequences, check_trained_siblings, model_config, tree_config
 

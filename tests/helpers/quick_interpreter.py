@@ -1,11 +1,10 @@
-"""Triton's interpreter without what it repeats: it patches its language anew at every launch and every inner call, and
-decides at every operation how to compute it (``quick_operations``). Nine tenths of its time are that. Other versions of
-Triton than those tried here keep their interpreter.
+"""Triton's interpreter for many programs at once (``quick_operations``). By itself it runs one after the other, patches
+its language anew at every launch and every inner call, and decides at every operation how to compute it: that is nearly
+all of its time. Other versions of Triton than those tried here keep their interpreter.
 """
 
 import gc
 import inspect
-import itertools
 import types
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,14 +18,9 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
-from quick_operations import replace_operations, tensor
+from quick_operations import level, load, replace_operations, run_programs, steps, store, tensor
 
 _TRIED_VERSIONS = ("3.9.",)
-
-
-def _dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
-    product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def make_quick() -> None:
@@ -38,11 +32,13 @@ def make_quick() -> None:
     mangle_type(0)  # imports a module when it is called first
     if not triton.__version__.startswith(_TRIED_VERSIONS) or interpreter._patch_attr.__name__ == "patch_member":
         return
-    # NumPy's order of additions depends on where rows begin in memory; a sum in float64, rounded once, hides it.
-    interpreter.InterpreterBuilder.create_dot = _dot
     core.block_type.to_ir = lambda self, builder: self
     _patch_once()
+    _build_for_programs()
     _launch_on_the_host()
+    # Its names are given to kernels, of which none must have been rewritten without them.
+    interpreter.range = steps
+    interpreter.InterpretedFunction.rewritten_fn.clear()
 
 
 def rewrite_kernels() -> None:
@@ -70,38 +66,83 @@ def _patch_once() -> None:
     interpreter._patch_lang = lambda function: None
 
 
+def _build_for_programs() -> None:
+    """What Triton's long way does with the axes of data, of which the first is that of the programs."""
+    handle, atomic = interpreter.TensorHandle, interpreter.InterpreterBuilder.create_atomic_rmw
+
+    def spread(data: np.ndarray, shape: Any) -> np.ndarray:
+        return np.broadcast_to(*level(1 + len(shape), data), (len(data), *shape))
+
+    def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return handle(product + d.data, d.dtype.scalar)
+
+    def masked_load(_: Any, pointers: Any, mask: Any, other: Any, *__: Any, **___: Any) -> Any:
+        element = pointers.get_element_ty()
+        filled = 0 if other is None else other.data
+        return handle(load(pointers.data, mask.data, filled, interpreter._get_np_dtype(element)), element)
+
+    def atomic_update(self: Any, operation: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        def update(addresses: np.ndarray, values: np.ndarray, allowed: np.ndarray) -> Any:
+            operands = handle(addresses, pointer.dtype), handle(values, value.dtype), handle(allowed, mask.dtype)
+            return atomic(self, operation, *operands, *rest)
+
+        return store(pointer.data, value.data, mask.data, update)
+
+    def pointers(self: Any, offsets: Any) -> tuple[Any, Any]:
+        """Of a tensor descriptor's block, and whether they are inside the tensor."""
+        element, axes = self.base.dtype.element_ty, range(self.ndim)
+        size, at, inside = element.primitive_bitwidth // 8, self.base.data.reshape((1,) * (1 + self.ndim)), True
+        assert not (offsets[-1].data * size % 16).any(), "a block must begin at a multiple of 16 bytes"
+        for axis, (offset, length) in enumerate(zip(offsets, self.block_shape, strict=True)):
+            index = offset.data[:, None] + np.arange(length)
+            index = index.reshape(len(index), *(length if other == axis else 1 for other in axes))
+            at = at + (size * index * self.strides[axis].data).astype(np.uint64)
+            inside = inside & (index >= 0) & (index < self.shape[axis].data)
+        return handle(at, self.base.dtype), handle(inside, tl.int1)
+
+    members = {
+        "broadcast": lambda _, x, shape: handle(spread(x.data, shape), x.dtype.scalar),
+        "splat": lambda _, to, x: handle(spread(x.data, to.shape), x.dtype.scalar),
+        "expand_dims": lambda _, x, axis: handle(np.expand_dims(x.data, axis + 1), x.dtype.scalar),
+        "trans": lambda _, x, order: handle(x.data.transpose(0, *(axis + 1 for axis in order)), x.dtype.scalar),
+        "reshape": lambda _, x, shape, *__: handle(x.data.reshape(len(x.data), *shape), x.dtype.scalar),
+        "make_range": lambda _, __, begin, end: handle(np.arange(begin, end, dtype=np.int32)[None], tl.int32),
+        "masked_store": lambda _, pointers, value, mask, *__: store(pointers.data, value.data, mask.data),
+        "masked_load": masked_load, "dot": dot, "atomic_rmw": atomic_update,
+    }  # fmt: skip
+    for name, member in members.items():
+        setattr(interpreter.InterpreterBuilder, f"create_{name}", member)
+    interpreter.TensorDescHandle.materialize_pointers = pointers
+
+
 def _launch_on_the_host() -> None:
     """Arguments stay where they are, and their types are found once."""
-    pointers, known, convert = {}, {}, interpreter._implicit_cvt
-    prepare, number = interpreter.GridExecutor.__init__, lru_cache(convert)
+    pointers, convert = {}, interpreter._implicit_cvt
+    number = lru_cache(convert)
 
-    def initialize(self: Any, function: Any, *rest: Any) -> None:
-        if function not in known:
-            prepare(self, function, *rest)
-            parameters = inspect.signature(function).parameters
-            defaults = {name: given.default for name, given in parameters.items() if given.default is not given.empty}
-            known[function] = list(parameters), defaults, frozenset(self.constexprs)
-        self.fn, (self.arg_names, self.grid, _) = function, rest
+    @lru_cache
+    def parameters(kernel: Any) -> tuple[Callable, dict, frozenset]:
+        function = kernel.rewrite()
+        defaults = {name: given.default for name, given in inspect.signature(function).parameters.items()}
+        return function, defaults, frozenset(interpreter.GridExecutor(function, kernel.arg_names, ()).constexprs)
 
     def converted(argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
             if argument.dtype not in pointers:
                 pointers[argument.dtype] = tl.str_to_ty(mangle_type(argument), None)
-            return tensor(np.array([argument.data_ptr()], dtype=np.uint64), pointers[argument.dtype], False)
+            return tensor(np.array([argument.data_ptr()], dtype=np.uint64), pointers[argument.dtype])
         return number(argument) if type(argument) is int else convert(argument)
 
-    def call(self: Any, *positional: Any, **named: Any) -> None:
-        names, defaults, compiled_in = known[self.fn]
-        given = defaults | dict(zip(names, positional, strict=False)) | named
-        arguments = {name: given[name] if name in compiled_in else converted(given[name]) for name in names}
-        grid = self.grid(arguments) if callable(self.grid) else self.grid
-        grid = (*grid, 1, 1)[:3]
+    def run(self: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        function, defaults, compiled_in = parameters(self)
+        given = defaults | dict(zip(defaults, positional, strict=False)) | named
+        arguments = {name: given[name] if name in compiled_in else converted(given[name]) for name in defaults}
+        grid = (*(grid(arguments) if callable(grid) else grid), 1, 1)[:3]
         interpreter.interpreter_builder.set_grid_dim(*grid)
         try:
-            for indices in itertools.product(*map(range, grid)):
-                interpreter.interpreter_builder.set_grid_idx(*indices)
-                self.fn(**arguments)
+            run_programs(grid, lambda: function(**arguments))
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    interpreter.GridExecutor.__init__, interpreter.GridExecutor.__call__ = initialize, call
+    interpreter.InterpretedFunction.run = run

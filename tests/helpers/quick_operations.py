@@ -1,16 +1,20 @@
-"""Operations of Triton's interpreter on tensors of the usual types, computed by NumPy at once. Each of them returns
-NotImplemented for all others, which go Triton's long way.
+"""Operations of Triton's interpreter on many programs at once, computed by NumPy. The first axis of all data is that of
+the programs, of length 1 where all have the same. Operators of unusual types go Triton's long way.
+
+Where programs must go different ways, what they have stored is taken back, and those of each way run again. The first
+program that is left is always among those that run, so one that waits for others in front of it finds them done.
 """
 
-import builtins
+import heapq
 import operator
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language import core
+from triton.language import core, standard
 from triton.runtime import interpreter
 
 _FLOATS, _INTEGERS = (tl.float32, tl.float64), (tl.int32, tl.int64)
@@ -20,18 +24,74 @@ _LONG, _REAL = {id(dtype) for dtype in _INTEGERS}, {id(dtype) for dtype in _FLOA
 # Python's numbers that may stand beside a tensor.
 _NUMBERS = {(dtype, kind) for dtype in _LONG | _REAL for kind in (int, float) if dtype in _REAL or kind is int}
 _HINTS = {"cache_modifier", "eviction_policy"}
+_REDUCTIONS = {standard._sum_combine: np.add, standard._elementwise_max: np.fmax, standard._elementwise_min: np.fmin}
 _types: dict[tuple, tuple] = {}
 _new, _Handle, _Tensor, _no_hints = object.__new__, interpreter.TensorHandle, core.tensor, {}
-# Which no operation changes.
-_ones, _zeros = lru_cache(lambda shape: np.ones(shape, np.bool_)), lru_cache(np.zeros)
 _numpy_type = lru_cache(interpreter._get_np_dtype)
+# More programs at once need memory that the processor's cache does not hold.
+_MOST = 256
+_running = SimpleNamespace(count=1, index=[], replaced=[])
 
 
-def tensor(data: np.ndarray, dtype: tl.dtype, is_block: Any) -> tl.tensor:
+class Parted(BaseException):
+    """Programs must go different ways, each that of its number."""
+
+
+def agreed(numbers: np.ndarray) -> Any:
+    """The number of all programs."""
+    if numbers.size > 1 and (numbers != numbers[0]).any():
+        raise Parted(numbers)
+    return numbers[0]
+
+
+def run_programs(grid: tuple[int, ...], run: Callable[[], None]) -> None:
+    """Call ``run`` until all programs of the grid have come to their ends."""
+    places = np.indices(grid, np.int32).reshape(len(grid), -1)
+    pending = [(begin, np.arange(places.shape[1])[begin : begin + _MOST]) for begin in range(0, places.shape[1], _MOST)]
+    while pending:
+        programs = heapq.heappop(pending)[1]
+        index = [ids[:1] if (ids == ids[0]).all() else ids for ids in places[:, programs]]
+        _running.count, _running.index, _running.replaced = len(programs), index, []
+        try:
+            run()
+        except Parted as ways:
+            for addresses, before, mask in reversed(_running.replaced):
+                interpreter._interpreter.store(addresses, before, mask)
+            for number in np.unique(ways.args[0]):
+                part = programs[ways.args[0] == number]
+                heapq.heappush(pending, (part[0], part))
+
+
+def level(axes: int, *operands: np.ndarray) -> list[np.ndarray]:
+    """With so many axes each; new ones follow that of the programs."""
+    return [x.reshape(x.shape[:1] + (1,) * (axes - x.ndim) + x.shape[1:]) for x in operands]
+
+
+def _shaped(count: int, addresses: np.ndarray, *parts: Any) -> list[np.ndarray]:
+    parts = level(addresses.ndim, addresses, *map(np.asarray, parts))
+    shape = (max(count, *map(len, parts)), *addresses.shape[1:])
+    return [part if part.shape == shape else np.broadcast_to(part, shape) for part in parts]
+
+
+def load(addresses: np.ndarray, mask: Any, other: Any, numpy_type: Any) -> np.ndarray:
+    """``mask`` and ``other``: arrays or numbers."""
+    parts = _shaped(1, addresses, mask, np.asarray(other, numpy_type))
+    return interpreter._interpreter.load(*parts, numpy_type)
+
+
+def store(addresses: np.ndarray, value: np.ndarray, mask: np.ndarray, update: Callable | None = None) -> Any:
+    """Or ``update`` what is there, for each program."""
+    parts = _shaped(_running.count if update else 1, addresses, value, mask)
+    if _running.count > 1:
+        _running.replaced.append((parts[0], load(parts[0], parts[2], 0, value.dtype), parts[2]))
+    return (update or interpreter._interpreter.store)(*map(np.ascontiguousarray, parts))
+
+
+def tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     """A tensor made without the checks of its constructors."""
-    shape = data.shape if is_block else ()
-    known = _types.get((id(dtype), shape))
+    known = _types.get((id(dtype), data.shape[1:]))
     if known is None:
+        shape = data.shape[1:]
         model = _Tensor(None, core.block_type(dtype, list(shape)) if shape else dtype)
         # With the dtype, whose id must not be given to another one.
         known = _types[id(dtype), shape] = model.type, model.shape, model.numel, dtype
@@ -56,24 +116,26 @@ def replace_operations() -> None:
     comparisons = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
     for name, compute in (comparisons | {"eq": np.equal, "ne": np.not_equal}).items():
         _replace_operator(f"__{name}__", compute, _FLOATS + _INTEGERS, tl.int1)
-    for quick in (_load, _store, _where):
-        _replace(quick.__name__[1:], quick, tl, core)
-    _replace("to", _cast, _Tensor)
-    _replace("__getitem__", _expanded, _Tensor)
+    tl.load = core.load = _where_usual(_load, tl.load)
+    _Tensor.__getitem__ = _where_usual(_expanded, _Tensor.__getitem__)
+    _Tensor.to, tl.cast = _where_usual(_cast, _Tensor.to), _where_usual(_cast, tl.cast)
+    interpreter.interpreter_semantic.broadcast_impl_value = _of_one_shape
+    _Tensor.T = property(lambda self: tensor(self.handle.data.swapaxes(-1, -2), self.dtype))
+    _Tensor.__bool__ = lambda self: self.handle.data.ndim > 1 or bool(agreed(self.handle.data))
+    _Tensor.__index__ = lambda self: int(agreed(self.handle.data))
+    tl.reduce = core.reduce = _reduce
+    tl.associative_scan = core.associative_scan = _sums_up_to_each
     tl.arange = core.arange = lru_cache(tl.arange)
-    tl.program_id = core.program_id = lambda axis: _index("grid_idx", axis)
-    tl.num_programs = core.num_programs = lambda axis: _index("grid_dim", axis)
+    tl.program_id = core.program_id = lambda axis: tensor(_running.index[core._unwrap_if_constexpr(axis)], tl.int32)
+    tl.range = tl.static_range = core.range = core.static_range = steps
 
 
-def _replace(name: str, quick: Callable, *owners: Any) -> None:
-    slow = getattr(owners[0], name)
-
+def _where_usual(quick: Callable, slow: Callable) -> Callable:
     def operation(*operands: Any, **named: Any) -> Any:
         result = quick(*operands, **named)
-        return slow(*operands, **named) if result is NotImplemented else result
+        return slow(*operands, **named) if result is None else result
 
-    for owner in owners:
-        setattr(owner, name, operation)
+    return operation
 
 
 def _turned(compute: Callable) -> Callable:
@@ -109,15 +171,17 @@ def _replace_operator(
     allowed = {id(dtype): _NUMPY_TYPES[id(dtype)] for dtype in dtypes}
 
     def operate(self: Any, other: Any) -> Any:
-        dtype, is_block, kind = self.dtype, self.shape, type(other)
+        dtype, left, kind = self.dtype, self.handle.data, type(other)
         if kind is core.constexpr:
             other, kind = other.value, type(other.value)
         numpy_type = allowed.get(id(dtype))
         if kind is _Tensor:
-            theirs, right, is_block = other.dtype, other.handle.data, is_block or other.shape
+            theirs, right = other.dtype, other.handle.data
+            if left.ndim != right.ndim:
+                left, right = level(max(left.ndim, right.ndim), left, right)
             if numpy_type is None:
                 if is_sum and type(dtype) is core.pointer_type and id(theirs) in _LONG:
-                    return tensor(self.handle.data + _bytes(dtype) * right.astype(np.uint64), dtype, is_block)
+                    return tensor(left + _bytes(dtype) * right.astype(np.uint64), dtype)
                 return slow(self, other)
             if theirs is not dtype:
                 if id(theirs) not in _LONG or numpy_type is np.bool_:
@@ -131,10 +195,10 @@ def _replace_operator(
                 return slow(self, other)
             right = numpy_type(other)
         elif is_sum and kind is int and type(dtype) is core.pointer_type:
-            return tensor(self.handle.data + np.uint64(_bytes(dtype) * other % 2**64), dtype, is_block)
+            return tensor(left + np.uint64(_bytes(dtype) * other % 2**64), dtype)
         else:
             return slow(self, other)
-        return tensor(compute(self.handle.data, right), result or dtype, is_block)
+        return tensor(compute(left, right), result or dtype)
 
     setattr(_Tensor, name, operate)
 
@@ -143,80 +207,58 @@ def _bytes(pointer: tl.pointer_type) -> int:
     return max(1, pointer.element_ty.primitive_bitwidth // 8)
 
 
-def _index(sizes: str, axis: Any) -> tl.tensor:
-    size = getattr(interpreter.interpreter_builder, sizes)[core._unwrap_if_constexpr(axis)]
-    return tensor(np.array([size], np.int32), tl.int32, False)
+def _reduce(values: Any, axis: Any, combine: Any, keep_dims: Any = False, **_: Any) -> Any:
+    data, axis = values.handle.data, core._unwrap_if_constexpr(axis)
+    if axis is None:
+        data, axis = data.reshape(len(data), -1), 0
+    # In an order that does not depend on the number of programs.
+    data, axis = np.ascontiguousarray(data), axis % (data.ndim - 1) + 1
+    return tensor(_REDUCTIONS[combine].reduce(data, axis, data.dtype, None, bool(keep_dims)), values.dtype)
 
 
-def _where(condition: Any, left: Any, right: Any) -> Any:
-    """Between two operands of one dtype, one of which may be a Python number."""
-    dtype, values = left.dtype if type(left) is _Tensor else getattr(right, "dtype", None), []
-    for operand in (left, right):
-        if type(operand) is _Tensor and operand.dtype is dtype:
-            values.append(operand.handle.data)
-        elif (id(dtype), type(operand)) in _NUMBERS:
-            values.append(_NUMPY_TYPES[id(dtype)](operand))
-        else:
-            return NotImplemented
-    if not _is_mask(condition):
-        return NotImplemented
-    is_block = condition.shape or getattr(left, "shape", ()) or getattr(right, "shape", ())
-    return tensor(np.where(condition.handle.data, *values), dtype, is_block)
-
-
-def _cast(self: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
-    dtype, data = core._unwrap_if_constexpr(dtype), self.handle.data
-    if rest or named:
-        return NotImplemented
-    if dtype is self.dtype:
-        return self
-    if self.dtype is tl.bfloat16 and dtype is tl.float32:
-        return tensor((data.astype(np.uint32) << 16).view(np.float32), dtype, self.shape)
-    if self.dtype is tl.float32 and dtype is tl.bfloat16:  # truncated, as by Triton's interpreter
-        return tensor((np.ascontiguousarray(data).view(np.uint32) >> 16).astype(np.uint16), dtype, self.shape)
-    if dtype is tl.int1 or id(dtype) not in _NUMPY_TYPES or id(self.dtype) not in _NUMPY_TYPES:
-        return NotImplemented
-    return tensor(data.astype(_NUMPY_TYPES[id(dtype)]), dtype, self.shape)
+def _sums_up_to_each(values: Any, axis: Any, combine: Any, reverse: Any = False, **_: Any) -> Any:
+    assert combine is standard._sum_combine
+    assert not reverse, "no kernel needs it"
+    data = values.handle.data
+    return tensor(np.cumsum(data, int(axis) % (data.ndim - 1) + 1, data.dtype), values.dtype)
 
 
 def _expanded(self: Any, slices: Any) -> Any:
-    if self.shape and type(slices) is builtins.tuple and all(part in (None, slice(None)) for part in slices):
-        return tensor(self.handle.data[slices], self.dtype, True)
-    return NotImplemented
+    is_usual = self.handle.data.ndim > 1 and type(slices) is tuple and all(x in (None, slice(None)) for x in slices)
+    return tensor(self.handle.data[(slice(None), *slices)], self.dtype) if is_usual else None
 
 
-def _is_mask(value: Any) -> bool:
-    return type(value) is _Tensor and value.dtype is tl.int1
+def _cast(self: Any, dtype: Any, *rest: Any, **named: Any) -> Any:
+    dtype = core._unwrap_if_constexpr(dtype)
+    is_usual = id(getattr(self, "dtype", None)) in _NUMPY_TYPES and id(dtype) in _LONG | _REAL and not (rest or named)
+    return tensor(self.handle.data.astype(_NUMPY_TYPES[id(dtype)], copy=False), dtype) if is_usual else None
+
+
+def _of_one_shape(left: Any, right: Any) -> list[Any]:
+    data = [operand.handle.data for operand in (left, right)]
+    data = level(max(operand.ndim for operand in data), *data)
+    shape = np.broadcast_shapes(*(operand.shape[1:] for operand in data))
+    shaped = (np.broadcast_to(operand, (len(operand), *shape)) for operand in data)
+    return [tensor(operand, dtype) for operand, dtype in zip(shaped, (left.dtype, right.dtype), strict=True)]
 
 
 def _load(pointer: Any, mask: Any = None, other: Any = None, **rest: Any) -> Any:
-    dtype, addresses = pointer.dtype, pointer.handle.data
-    element = getattr(dtype, "element_ty", None)
-    if type(dtype) is not core.pointer_type or element is tl.int1 or rest.keys() - _HINTS:
-        return NotImplemented
+    element = getattr(pointer.dtype, "element_ty", tl.int1)
     is_zero = other is None or (type(other) in (int, float) and other == 0)
-    if not (mask is None or _is_mask(mask)) or not (is_zero or (id(element), type(other)) in _NUMBERS):
-        return NotImplemented
-    allowed = _ones(addresses.shape) if mask is None else mask.handle.data
-    if addresses.shape != allowed.shape:
-        if not pointer.shape:
-            return NotImplemented
-        allowed = np.broadcast_to(allowed, addresses.shape)
-    numpy_type = _numpy_type(element)
-    filled = _zeros(addresses.shape, numpy_type) if is_zero else np.full(addresses.shape, other, numpy_type)
-    return tensor(interpreter._interpreter.load(addresses, allowed, filled, numpy_type), element, pointer.shape)
+    if element is tl.int1 or rest.keys() - _HINTS or not (is_zero or (id(element), type(other)) in _NUMBERS):
+        return None
+    allowed = True if mask is None else mask.handle.data
+    return tensor(load(pointer.handle.data, allowed, other or 0, _numpy_type(element)), element)
 
 
-def _store(pointer: Any, value: Any, mask: Any = None, **rest: Any) -> Any:
-    addresses, element = pointer.handle.data, getattr(pointer.dtype, "element_ty", None)
-    if type(value) is not _Tensor or value.dtype is not element or element is tl.int1 or rest.keys() - _HINTS:
-        return NotImplemented
-    if not (mask is None or _is_mask(mask)):
-        return NotImplemented
-    parts = [value.handle.data, _ones(addresses.shape) if mask is None else mask.handle.data]
-    if any(part.shape != addresses.shape for part in parts):
-        if not pointer.shape:
-            return NotImplemented
-        parts = [np.broadcast_to(part, addresses.shape) for part in parts]
-    interpreter._interpreter.store(addresses, *parts)
-    return None
+def steps(*bounds: Any, step: Any = 1, **_: Any) -> Any:
+    """``range``, also where each program begins elsewhere; all of them go as many steps."""
+    if all(type(bound) is int for bound in (*bounds, step)):
+        return range(*bounds, step) if len(bounds) == 2 else range(*bounds)
+    begin, end, step = (0, *bounds, step) if len(bounds) == 1 else (*bounds, step)[:3]
+    first, last = (x.handle.data if type(x) is _Tensor else np.array([int(x)]) for x in (begin, end))
+    step = int(step)
+    count = int(agreed(np.maximum(0, -((first - last) // step))))
+    if first.size == 1:
+        return range(int(first[0]), int(first[0]) + count * step, step)
+    return (tensor(first + index * step, begin.dtype) for index in range(count))

@@ -1,5 +1,6 @@
 """Random forests of requests for rollout engines: forks, continuations, cuts, in any order of calls."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dta.core.config import TreeConfig
+from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.model.decode.paged_cache import PagedCache
+from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.sampling.in_process.cache_size import head_shape
 from megatron_dta.sampling.in_process.drafting import Drafting
 from megatron_dta.sampling.in_process.engine import EngineSettings, InProcessEngine
@@ -128,15 +132,16 @@ def started(
     return engine
 
 
-def poison_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill pages that nobody has written with large numbers."""
+def poison_pages(monkeypatch: pytest.MonkeyPatch, fresh: Callable[[torch.Tensor], Any] | None = None) -> None:
+    """Fill pages that nobody has written with large numbers, or with what ``fresh`` says."""
+    fresh = fresh or (lambda pages: 1e3 * torch.randn_like(pages))
     grow = PagedCache.grow
 
     def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
         first = cache.num_pages
         grow(cache, num_pages)
         for tensor in (*cache.keys.values(), *cache.values.values()):
-            tensor[first:] = 1e3 * torch.randn_like(tensor[first:])
+            tensor[first:] = fresh(tensor[first:])
 
     monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
 
@@ -172,3 +177,14 @@ def run_long(engine: Any, count: int = 12) -> dict[int, tuple[GenerationRequest,
     results = generate(engine, requests)
     engine.release([request.request_id for request in requests if request.hold])
     return {request.request_id: (request, result) for request, result in zip(requests, results, strict=True)}
+
+
+def trainers_logprobs(model, results: dict, tree: TreeConfig) -> list[np.ndarray]:
+    """What training computes for the tokens that each request has sampled."""
+    samples = []
+    for request, result in results.values():
+        token_ids = np.concatenate([request.token_ids, result.token_ids])
+        samples.append(TrainingSample(token_ids, np.arange(len(token_ids)) >= len(request.token_ids)))
+    engine = TreeEngine(model, temperature=PARAMS.temperature, logprob_chunk_tokens=50)
+    logprobs = engine.compute_logprobs(prepare_batch(samples, tree))
+    return [row[sample.loss_mask] for sample, row in zip(samples, logprobs, strict=True)]

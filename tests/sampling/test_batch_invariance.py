@@ -10,12 +10,11 @@ import torch
 
 from conftest import seed_all
 from dta_kernels.invariant.products import InvariantProduct, is_batch_invariant, product, row_sums, set_batch_invariant
-from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
-from rollout_forest import PARAMS, Drive, run_forest, started
+from rollout_forest import PARAMS, Drive, run_forest, started, trainers_logprobs
 from sampling_cases import SHAPES, make_model
 from speculation_exact_cases import Adversary, answers_of
 from triton_device import interpreter

@@ -22,7 +22,7 @@ from megatron_dta.sampling.in_process.scheduler import Pass
 from megatron_dta.sampling.interface import GenerationRequest, generate
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.wiring.engines import build_engine
-from rollout_forest import NEVER, PARAMS, Drive, assert_same, run_forest, started
+from rollout_forest import NEVER, PARAMS, Drive, assert_same, poison_pages, run_forest, started
 from sampling_cases import SHAPES, make_model, random_prompts
 from speculation_exact_cases import Adversary, answers_of, suffix_drafting
 from triton_device import interpreter
@@ -30,23 +30,12 @@ from triton_device import interpreter
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
 KERNELS = dict(attention_impl="triton")
 STATIC = KERNELS | dict(static_passes=True)
-
-
 FRESH = [float("nan")]
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in pages that nobody has written."""
-    grow = PagedCache.grow
-
-    def grow_poisoned(cache: PagedCache, num_pages: int) -> None:
-        first = cache.num_pages
-        grow(cache, num_pages)
-        for tensor in (*cache.keys.values(), *cache.values.values()):
-            tensor[first:] = FRESH[0]
-
-    monkeypatch.setattr(PagedCache, "grow", grow_poisoned)
+    poison_pages(monkeypatch, lambda _: FRESH[0])
 
 
 @interpreter

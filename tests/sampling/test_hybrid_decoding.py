@@ -9,13 +9,12 @@ import torch
 from conftest import seed_all
 from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
 from hybrid_cases import HYBRID, NEMOTRON, poisoned, spread
-from in_process_engine_cases import trainers_logprobs
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.hybrid.decode_states import DecodeStates
 from megatron_dta.sampling.in_process import row_states
 from megatron_dta.sampling.in_process.cache_size import DeviceMemory, max_pages, state_bytes
 from megatron_dta.sampling.interface import GenerationRequest
-from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started
+from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started, trainers_logprobs
 from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
 from triton_device import interpreter

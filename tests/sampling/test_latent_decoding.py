@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from conftest import seed_all
-from in_process_engine_cases import trainers_logprobs
 from latent_cases import ADAPTERS, DEEPSEEK, EXPERTS
 from megatron_dta.core.config import TreeConfig
 from megatron_dta.core.model.decode import static_latents
@@ -16,7 +15,17 @@ from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.layers.lora import adapters_of, without_adapters
 from megatron_dta.sampling.in_process import pages
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, why_not_captured
-from rollout_forest import NEVER, SETTINGS, Drive, assert_same, poison_pages, run_forest, run_long, started
+from rollout_forest import (
+    NEVER,
+    SETTINGS,
+    Drive,
+    assert_same,
+    poison_pages,
+    run_forest,
+    run_long,
+    started,
+    trainers_logprobs,
+)
 from sampling_cases import make_model
 from speculation_exact_cases import Adversary, answers_of
 from triton_device import interpreter

@@ -13,8 +13,7 @@ from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.parquet import write_parquet
 from megatron_dta.core.rollouts.record import Rollout
-from rollout_cases import assert_refused, assert_same, check_failed_write, random_rollout
-from rollouts_fuzz_cases import damage
+from rollout_cases import assert_refused, assert_same, check_failed_write, damage, random_rollout
 
 GOOD = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "group_id": "a"}
 

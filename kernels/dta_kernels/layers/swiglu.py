@@ -90,8 +90,9 @@ def _weighted_gradient_kernel(
 
 
 @lru_cache
-def _launcher(backward: bool) -> Launcher:
-    return Launcher(_backward_kernel if backward else _forward_kernel, BLOCK=_BLOCK, num_warps=4)
+def _launcher(backward: bool, width: int) -> Launcher:
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    return Launcher(_backward_kernel if backward else _forward_kernel, BLOCK=block, num_warps=4)
 
 
 @lru_cache
@@ -125,7 +126,7 @@ def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     grad_x = torch.empty_like(x)
     if x.numel():
         grid = x.numel() // (2 * width), ceil_div(width, _BLOCK)
-        _launcher(True)(grid, grad.contiguous(), x, grad_x, width)
+        _launcher(True, width)(grid, grad.contiguous(), x, grad_x, width)
     return grad_x
 
 
@@ -133,7 +134,7 @@ def swiglu_into(x: Tensor, y: Tensor) -> None:
     """Write ``swiglu(x)`` into ``y``, without autograd; both must be contiguous."""
     width = y.shape[-1]
     if y.numel():
-        _launcher(False)((y.numel() // width, ceil_div(width, _BLOCK)), x, y, width)
+        _launcher(False, width)((y.numel() // width, ceil_div(width, _BLOCK)), x, y, width)
 
 
 def weighted_swiglu(x_RF: Tensor, weight_R: Tensor) -> Tensor:

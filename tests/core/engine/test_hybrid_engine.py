@@ -15,6 +15,7 @@ from megatron_dta.core.model.build import build_model
 from megatron_dta.core.model.hybrid.segment_states import SegmentPathStates
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from megatron_dta.training.config.derived.lora_sizes import adapter_parameters
+from precision import tree_over_dense
 from tree_engine_cases import (
     GRPO,
     TEMPERATURE,
@@ -116,3 +117,12 @@ def test_forks_are_kept_on_one_path_only(references):
     pool = StageRun(half, batch, GRPO).states[0].pool
     assert pool.grad_states.dtype is pool.states.dtype is pool.grad_rows.dtype is torch.float32
     assert pool.rows.dtype is torch.bfloat16
+
+
+def test_a_hybrid_tree_is_as_near_to_float32_as_a_dense_one():
+    """In the median, because in some batches a few tokens make nearly all of both distances."""
+    heads = replace(HYBRID["mixer"], linear_key_head_dim=16, linear_value_head_dim=16)
+    sizes = dict(hidden_size=64, ffn_hidden_size=96, kv_channels=16, mixer=heads)
+    ratios = tree_over_dense(range(70, 73), count=12, **HYBRID | sizes)
+    print(f"distance of the tree over dense: {ratios}")
+    assert 0.9 < np.median(ratios) <= 1.01

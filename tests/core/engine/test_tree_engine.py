@@ -13,6 +13,7 @@ from megatron_dta.core.engine import TreeEngine, prepare_batch
 from megatron_dta.core.engine.stage_run import StageRun
 from megatron_dta.core.model.attention.segment_context import SegmentContext
 from megatron_dta.core.model.build import build_model
+from megatron_dta.core.model.tree_model import TreeGPTModel
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.extras.parity import compare_outcomes, random_training_samples, run_stock, run_tree
 from tree_engine_cases import (
@@ -187,3 +188,26 @@ def test_wrong_samples_are_refused():
         prepare_batch([without.with_fields(advantages=np.ones(4)), without], TreeConfig())
     with pytest.raises(ValueError, match=r"--tree-segment-tokens 3 is less than the longest sequence \(4 tokens\)"):
         prepare_batch([without], TreeConfig(tree_mode="packed", tree_segment_tokens=3))
+
+
+@pytest.mark.parametrize(("unit", "activation_tokens"), [(1, 0), (5, None), (32, 0)])
+def test_padded_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, unit: int, activation_tokens: int | None) -> None:
+    """As for FP8 products: neither the loss nor any gradient."""
+    samples = random_training_samples(branching_sequences(seed_all(23), count=6, longest=12), seed=23)
+    model = model_config(**QWEN3)
+    weights = weights_of(model, seed=5)
+    expected = run_stock(model, weights, samples, GRPO, TEMPERATURE)
+    rows = []
+    rows_of_share = TreeGPTModel.rows_of_share
+    monkeypatch.setattr(TreeGPTModel, "_row_unit", property(lambda self: unit))
+
+    def noted(self: TreeGPTModel, num_tokens: int, context_size: int = 1) -> int:
+        rows.append(rows_of_share(self, num_tokens, context_size))
+        return rows[-1]
+
+    monkeypatch.setattr(TreeGPTModel, "rows_of_share", noted)
+    outcome, _ = run_tree(model, weights, samples, GRPO, tree_config("dta", 7, activation_tokens), TEMPERATURE)
+    assert {count % unit for count in rows} == {0}
+    assert unit == 1 or min(rows) >= unit
+    errors = compare_outcomes(outcome, expected)
+    assert errors.largest() < 1e-12, errors

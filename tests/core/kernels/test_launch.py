@@ -1,7 +1,5 @@
 """The fast launcher gives the results of Triton's own, whatever changes between two launches."""
 
-import os
-
 import pytest
 import torch
 
@@ -12,11 +10,9 @@ import triton.language as tl
 
 from conftest import seed_all
 from dta_kernels.launch import Launcher, ceil_div
-from triton_device import DEVICE
+from triton_device import DEVICE, interpreter, kernels_run
 
-pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
-)
+pytestmark = kernels_run
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -88,3 +84,29 @@ def test_a_binary_is_found_again_and_a_profiler_is_told(monkeypatch):
 def _note(launches: list, grid: tuple[int, ...]):
     launches.append(grid)
     return _kernel[grid]
+
+
+@triton.jit
+def _parting_kernel(counts_in, sums_io, arrived, last_out, PROGRAMS: tl.constexpr):
+    """Grid (programs): each adds to its sum in place, a different number of times; the last adds them all."""
+    program = tl.program_id(0)
+    own = sums_io + program
+    tl.store(own, tl.load(own) + 1)
+    count = tl.load(counts_in + program)
+    if count > 0:
+        for number in tl.range(program, program + count):
+            tl.store(own, tl.load(own) + number)
+    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
+        each = tl.arange(0, PROGRAMS)
+        tl.store(last_out, tl.sum(tl.load(sums_io + each, mask=each < tl.num_programs(0), other=0), 0))
+
+
+@interpreter
+def test_programs_that_the_interpreter_runs_at_once_go_their_ways():
+    programs = 300
+    counts = torch.from_numpy(seed_all(23).integers(0, 6, programs))
+    sums, arrived, last = torch.arange(programs), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    _parting_kernel[(programs,)](counts, sums, arrived, last, PROGRAMS=512)
+    expected = [p + 1 + sum(range(p, p + count)) for p, count in enumerate(counts.tolist())]
+    assert sums.tolist() == expected
+    assert (int(arrived), int(last)) == (programs, sum(expected))

@@ -1,6 +1,5 @@
 """Whole layers as one autograd function against the same layers made of modules: every output and every gradient."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -20,11 +19,8 @@ from megatron_dta.extras.parity import random_training_samples
 from moe_cases import DEEPSEEK_BALANCED, QWEN3_MOE
 from tree_attention_cases import poisoned_memory
 from tree_engine_cases import LLAMA, QWEN2, QWEN3, TEMPERATURE, branching_sequences, tree_config, weights_of
-from triton_device import DEVICE
+from triton_device import DEVICE, kernels_run
 
-kernels_run = pytest.mark.skipif(
-    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
-)
 BIASED = {"disable_bias_linear": False, "qk_layernorm": True}
 FULL = {"recompute_granularity": "full"}
 EXPERTS = QWEN3_MOE | {"num_experts": 4}

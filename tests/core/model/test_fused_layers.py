@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from conftest import seed_all
 from fused_layers_cases import layer_bytes, segment_context
 from megatron_dta.core.common.errors import InputError
@@ -47,17 +49,11 @@ EXPERTS = QWEN3 | {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq"
         (GPT, "dta", 16, None),
         (EXPERTS, "dta", 16, None),
         (QWEN3 | {"recompute_granularity": "selective"}, "dta", 16, None),
-        (
-            QWEN3 | {"recompute_granularity": "full"},
-            "dta",
-            16,
-            None,
-        ),
+        (QWEN3 | {"recompute_granularity": "full"}, "dta", 16, None),
     ],
     ids=["packed", "dense", "qwen2", "llama", "partly", "biased", "gpt", "experts", "selective", "full"],
 )  # fmt: skip
 def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens, activation_tokens):
-    pytest.importorskip("triton")
     samples = random_training_samples(branching_sequences(seed_all(25), count=6, longest=8), seed=25)
     reference = model_config(torch.float32, **settings, fused_layer_impl="reference")
     weights = weights_of(reference, seed=3)
@@ -73,7 +69,6 @@ def test_a_step_equals_that_of_megatrons_modules(settings, mode, segment_tokens,
 
 def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[torch.nn.Module, torch.Tensor, int]:
     """A fused model, its output and the bytes of the storages that autograd keeps, but for parameters and the pool."""
-
     device = initialize_parallel(7)
     model = build_model(model_config(**model_settings, fused_layer_impl="triton"), device)
     context = segment_context(model, tokens, device)
@@ -98,8 +93,6 @@ def _forward(model_settings: dict, tokens: int, keep: bool = False) -> tuple[tor
     "settings", [QWEN3 | {"dtype": torch.bfloat16}, LLAMA | {"dtype": torch.float32}], ids=["bfloat16", "llama"]
 )
 def test_a_layer_keeps_what_the_formula_says(settings):
-    pytest.importorskip("triton")
-
     tokens = 12
     kept = [_forward(settings | {"num_layers": layers}, tokens)[2] for layers in (1, 3)]
     assert kept[1] - kept[0] == tokens * 2 * layer_bytes(model_config(**settings))
@@ -108,7 +101,6 @@ def test_a_layer_keeps_what_the_formula_says(settings):
 @interpreter
 @pytest.mark.parametrize("settings", [QWEN3, BIASED], ids=["qwen3", "biased"])
 def test_computing_again_changes_no_bit(settings):
-    pytest.importorskip("triton")
     gradients, kept_bytes = [], []
     for keep in (False, True):
         seed_all(9)
@@ -122,7 +114,6 @@ def test_computing_again_changes_no_bit(settings):
 
 
 def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
-    pytest.importorskip("triton")
     assert choose_fused_layers("auto", torch.bfloat16, CUDA)
     assert not choose_fused_layers("auto", torch.bfloat16, CPU)
     assert not choose_fused_layers("auto", torch.float64, CUDA)
@@ -135,7 +126,6 @@ def test_auto_takes_triton_on_a_gpu_for_what_it_takes():
 
 @interpreter
 def test_tensor_and_sequence_parallelism_equal_one_process(tmp_path):
-    pytest.importorskip("triton")
     objective = {"objective": "grpo", "kl_loss_coef": 0.05, "entropy_coef": 0.02, "dual_clip": 3.0}
     samples = random_training_samples(branching_sequences(seed_all(29), count=6, longest=8), seed=29)
     reference = model_config(torch.float32, **QWEN3, fused_layer_impl="reference")

@@ -10,8 +10,7 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
 from megatron_dta.core.rollouts.record import Rollout
-from rollout_cases import GOOD_NPZ, random_rollout
-from rollouts_fuzz_cases import damage
+from rollout_cases import GOOD_NPZ, damage, random_rollout
 
 
 def load_or_refuse(path: Path) -> tuple[list[Rollout], str]:

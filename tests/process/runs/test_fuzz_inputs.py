@@ -17,7 +17,7 @@ from megatron_dta.sampling.prompts.load import PromptReader
 from megatron_dta.sampling.prompts.tokenizer import HuggingFaceTokenizer
 from megatron_dta.training.arguments import build_parser, parse_arguments
 from megatron_dta.wiring.dry_run import dry_run
-from rollouts_fuzz_cases import VALUES, damage
+from rollout_cases import VALUES, damage
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
 NUMBERS = [0, 1, 2, 3, 4, 8, 16, 100, -1, 4096, 10**6]
