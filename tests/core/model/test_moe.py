@@ -1,4 +1,4 @@
-"""Mixture of experts on one process: the tree against the stock model, one sequence at a time; routers, their loads and losses."""
+"""Mixture of experts on one process: the tree against the stock model; routers, their loads and losses."""
 
 from dataclasses import replace
 
