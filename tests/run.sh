@@ -16,7 +16,7 @@
 #
 # VENV    the environment to use or make (default: .venv in the repository)
 # PYTHON  the interpreter to make it with (default: python3)
-# WORKERS test files that run at once (default: one for each core, 4 at most)
+# WORKERS test files that run at once (default: one more than there are cores, 4 at most)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -24,6 +24,8 @@ venv=${VENV:-.venv}
 export PYTHONDONTWRITEBYTECODE=
 # Threads that spin while they wait slow each other down where cores are shared.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+# Freed memory is used again instead of being returned to the system: 4 to 13% less processor time in two runs.
+export MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=16777216
 
 packages_of() { "$1/bin/python" -c 'import site; print(site.getsitepackages()[0])'; }
 
@@ -137,7 +139,7 @@ if [ "$everything" = 0 ]; then
   set +m
   trap "kill -- -$! 2> /dev/null || true; rm -f '$output' '$report'" EXIT  # without true, "set -e" makes the exit status 1
 fi
-"$venv/bin/python" -m pytest -q -n "${WORKERS:-auto}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" \
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-$(($(nproc) + 1))}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" \
   | tee "$report" || status=$?
 if [ "$everything" = 0 ]; then
   wait $! || status=$?

@@ -8,8 +8,9 @@ Only the first ``num_drawn`` tokens may be drawn. The others, which have no text
 from which logprobs are computed. So the first kernel also computes the sum over those of a block's tokens that may be
 drawn or, for temperature 0, their maximum.
 
-Exponentials are float32, as in the trainer, and their sums float64. A draw is therefore the inverse of the row's
-cumulative distribution at ``noise`` to the last bits, and the result of a row depends only on the row and its noise.
+Exponentials of blocks are float32, as in the trainer, their sums float64, and so are the exponentials of the block of
+the draw, of which none may become 0. A draw is therefore the inverse of the row's cumulative distribution at ``noise``
+to the last bits of float32, and the result of a row depends only on the row and its noise.
 
 If the vocabulary is divided among ranks, they exchange the maxima and sums of their blocks. Each rank then finds the
 same block, and the rank that has it finds the token (``draw_from_shards``). This takes the place of gathering logits.
@@ -98,7 +99,7 @@ def _draw_kernel(
     if GREEDY:
         index = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
     else:
-        weight = tl.exp(x - _shift_of(largest)).to(tl.float64)
+        weight = tl.exp(x.to(tl.float64) - shift)
         rest = threshold - tl.sum(tl.where(k == block - 1, until, 0.0), 0)
         last = tl.max(tl.where(weight > 0, i, 0), 0)
         index = tl.minimum(tl.min(tl.where((tl.cumsum(weight, 0) > rest) & (weight > 0), i, BLOCK), 0), last)
