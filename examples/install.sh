@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
 extras=${2:-}
-# The same packages, of the same description, are not looked for again; a new environment has no such file.
+# Nothing to do where this very installation was made before. After changing an environment by hand, delete the file.
 described=$({ echo "$PWD" "${@:2}"; cat setup.py pyproject.toml examples/install.sh; } | cksum)
 installed=$venv/installed-${described%% *}
 [ ! -e "$installed" ] || exit 0

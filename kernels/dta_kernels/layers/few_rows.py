@@ -94,7 +94,7 @@ def few_rows_tiles(num_rows: int, N: int, K: int, gated: bool) -> Tiles | None:
     else:
         tried = [(Tiles(64, 128, terms, 5), _ONE_EACH) for terms in (1, 2, 4, 8)]
         tried += [(Tiles(64, 64, terms, 5), _TWO_EACH) for terms in (1, 2, 4, 8)]
-        # Products of small models, for which no tiles occupy a GPU: the more terms, the more of it.
+        # Small weights, whose tiles do not occupy a GPU; with more terms they occupy more of it.
         tried += [(Tiles(32, 64, terms, 6), _ONE_EACH) for terms in (4, 3, 2, 1)]
     for tiles, most in tried:
         programs = N // tiles.outputs * tiles.terms

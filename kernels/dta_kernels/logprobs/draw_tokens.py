@@ -8,9 +8,9 @@ Only the first ``num_drawn`` tokens may be drawn. The others, which have no text
 from which logprobs are computed. So the first kernel also computes the sum over those of a block's tokens that may be
 drawn or, for temperature 0, their maximum.
 
-Exponentials of blocks are float32, as in the trainer, their sums float64, and so are the exponentials of the block of
-the draw, of which none may become 0. A draw is therefore the inverse of the row's cumulative distribution at ``noise``
-to the last bits of float32, and the result of a row depends only on the row and its noise.
+The first kernel's exponentials are float32, as in the trainer, and their sums float64. The second one's are float64,
+because they are relative to the largest logit of the row, and none may become 0. A draw is therefore the inverse of the
+row's cumulative distribution at ``noise`` to the last bits of float32, and depends only on the row and its noise.
 
 If the vocabulary is divided among ranks, they exchange the maxima and sums of their blocks. Each rank then finds the
 same block, and the rank that has it finds the token (``draw_from_shards``). This takes the place of gathering logits.

@@ -90,15 +90,15 @@ def _note(launches: list, grid: tuple[int, ...]):
 def _parting_kernel(counts_in, sums_io, arrived, last_out, PROGRAMS: tl.constexpr):
     """Grid (programs): each adds to its sum in place, a different number of times; the last adds them all."""
     program = tl.program_id(0)
-    own = sums_io + program
-    tl.store(own, tl.load(own) + 1)
+    sum_at = sums_io + program
+    tl.store(sum_at, tl.load(sum_at) + 1)
     count = tl.load(counts_in + program)
     if count > 0:
         for number in tl.range(program, program + count):
-            tl.store(own, tl.load(own) + number)
+            tl.store(sum_at, tl.load(sum_at) + number)
     if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
-        each = tl.arange(0, PROGRAMS)
-        tl.store(last_out, tl.sum(tl.load(sums_io + each, mask=each < tl.num_programs(0), other=0), 0))
+        index = tl.arange(0, PROGRAMS)
+        tl.store(last_out, tl.sum(tl.load(sums_io + index, mask=index < tl.num_programs(0), other=0), 0))
 
 
 @interpreter
