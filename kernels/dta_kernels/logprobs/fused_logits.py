@@ -20,7 +20,7 @@ from dta_kernels.logprobs.logit_chunks import RowStatistics
 _BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit
 def _moments_kernel(
     logits, largest_out, mass_out, moment_out, stride, num_columns, inverse_temperature, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def _moments_kernel(
     tl.store(moment_out + row, tl.sum(moment, 0))
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit
 def _gradient_kernel(
     logits, gradient_out, largest_in, log_mass_in, edge_factor_in, entropy_in, entropy_factor_in, stride, out_stride,
     num_columns, inverse_temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

@@ -140,9 +140,9 @@ def _ranges(plan: StepPlan, begin: np.ndarray, end: np.ndarray) -> tuple[list[sl
     return tuple([slice(a, b) for a, b in zip(*(bound.tolist() for bound in both), strict=True)] for both in ranges)
 
 
-def _logit_chunks(plan: StepPlan, rows: slice, edge_begin: int, rows_per_chunk: int) -> list[RowChunk]:
-    bounds = [*range(rows.start, rows.stop, rows_per_chunk), rows.stop]
+def _logit_chunks(plan: StepPlan, rows: slice, edge_begin: int, most_rows: int) -> list[RowChunk]:
+    bounds = np.linspace(rows.start, rows.stop, 1 - (rows.start - rows.stop) // most_rows).astype(np.int64)
     edges = np.searchsorted(plan.edge_row, bounds) - edge_begin
-    local = np.array(bounds) - rows.start
+    local = bounds - rows.start
     ends = (local[:-1], local[1:], edges[:-1], edges[1:])
     return [RowChunk(*chunk) for chunk in zip(*(bound.tolist() for bound in ends), strict=True)]
