@@ -88,7 +88,7 @@ class ForcedEngine(InProcessEngine):
             forced[begin : begin + count] = self._recorded[row.generation.key][first : first + count]
         ended = super()._take(replace(drawn, tokens=forced), began, num_tokens, computed)
         for row, first, begin, _ in recorded:
-            count = row.num_tokens - row.context_length - first if drawn.drafts is not None else 1
+            count = row.num_tokens - row.context_length - first if drawn.guesses is not None else 1
             tokens, logprobs = self.own[row.generation.key]
             tokens[first : first + count] = drawn.tokens[begin : begin + count]
             logprobs[first : first + count] = drawn.logprobs[begin : begin + count]

@@ -15,6 +15,7 @@ from decode_layer_cases import few_parts  # noqa: F401 (a fixture)
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.sampling.config import SamplingConfig
+from megatron_dta.sampling.in_process import drafted_rows
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, DecodeSteps, RunningBurst, bucket, why_not_captured
 from megatron_dta.sampling.in_process.drafting import Round
 from megatron_dta.sampling.in_process.request import Request
@@ -36,6 +37,7 @@ FRESH = [float("nan")]
 @pytest.fixture(autouse=True)
 def _poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_pages(monkeypatch, lambda _: FRESH[0])
+    monkeypatch.setattr(drafted_rows, "_NOISE_AHEAD", 5)  # most samples need more
 
 
 @interpreter

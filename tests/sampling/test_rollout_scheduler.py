@@ -14,6 +14,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.sampling.in_process.bursts import Drawn
+from megatron_dta.sampling.in_process.drafting import guesses_of
 from megatron_dta.sampling.in_process.pages import PagePool
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
@@ -274,7 +275,8 @@ def test_rows_keep_what_a_loop_keeps():
         counts, limits, ends = rng.integers(1, 6, 4), rng.integers(1, 7, 4), {0} if case % 2 else set()
         tokens = rng.integers(0, 3, counts.sum())
         drafts = [rng.integers(0, 3, n - 1) for n in counts] if case % 3 else None
-        kept = zip(*Drawn([row] * 4, tokens, tokens, counts, drafts).keep(limits, ends), strict=True)
+        guesses = None if drafts is None else guesses_of(drafts)
+        kept = zip(*Drawn([row] * 4, tokens, tokens, counts, guesses).keep(limits, ends), strict=True)
         for i, of_row in enumerate(np.split(tokens, counts.cumsum()[:-1])):
             for count, token in enumerate(of_row.tolist(), 1):
                 is_end = token in ends or count == limits[i]

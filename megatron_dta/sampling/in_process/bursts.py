@@ -30,8 +30,6 @@ from megatron_dta.sampling.in_process.row_states import RowStates
 from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
-_NO_GUESS = np.full(1, -1, np.int32)
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -41,14 +39,14 @@ class Drawn:
         rows: the requests that get tokens.
         tokens, logprobs: int32 and float64 [n], row by row.
         counts: int64 [rows], how many of these each row has.
-        drafts: int32, guesses at the tokens of each row but the last one; None if no row has a draft.
+        guesses: int32 [n], what a draft says of each token, -1 for each row's last one; None if no row has a draft.
     """
 
     rows: list[Request]
     tokens: np.ndarray
     logprobs: np.ndarray
     counts: np.ndarray
-    drafts: list[np.ndarray] | None = None
+    guesses: np.ndarray | None = None
 
     def keep(self, limits: np.ndarray, ends: Set[int]) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each request keeps, int64 [rows], and whether it ends with them: at a token of ``ends``, at
@@ -59,8 +57,8 @@ class Drawn:
             is_end |= self.tokens == end
         is_last = is_end.copy()
         is_last[begins + self.counts - 1] = True
-        if self.drafts is not None:
-            is_last |= np.concatenate([part for draft in self.drafts for part in (draft, _NO_GUESS)]) != self.tokens
+        if self.guesses is not None:
+            is_last |= self.guesses != self.tokens
         last = is_last.nonzero()[0]
         counts = np.minimum(last[last.searchsorted(begins)] - begins + 1, limits)
         has_ended = (counts == limits) | is_end[begins + counts - 1]

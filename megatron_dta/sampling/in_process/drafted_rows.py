@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dta.sampling.in_process.bursts import Drawn, Launcher
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, noise_of
-from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, guesses_of
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
 
@@ -75,23 +75,23 @@ class DraftedRows:
         if waits or not n or not drafting.asks_next or not drafting.wants(n):
             return None
         drafts = drafting.propose(self.rows, self._limits - self._num_tokens - 1)
-        counts = np.array([len(draft) + 1 for draft in drafts])
-        columns = np.arange(int(counts.max()))
-        if len(columns) == 1 or counts.sum() > self._most_tokens or not self._has_pages(self._num_tokens + counts - 1):
+        counts = np.fromiter(map(len, drafts), np.int64, n) + 1
+        ends = counts.cumsum()
+        if ends[-1] == n or ends[-1] > self._most_tokens or not self._has_pages(self._num_tokens + counts - 1):
             return None
-        is_run = columns < counts[:, None]
-        inputs = np.zeros(is_run.shape, np.int32)
-        inputs[:, 0] = self._last
-        inputs[is_run & (columns > 0)] = np.concatenate(drafts)
+        guesses, columns = guesses_of(drafts), np.arange(int(counts.max()))
+        inputs, is_run = np.empty_like(guesses), columns < counts[:, None]
+        inputs[1:] = guesses[:-1]
+        inputs[ends - counts] = self._last
         noise, starts = self._noise_of(columns)[is_run][None], self._num_tokens - 1
-        burst = Burst(inputs[is_run], starts, counts, self._tables, np.ones(n, np.int64), noise)
+        burst = Burst(inputs, starts, counts, self._tables, np.ones(n, np.int64), noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
         self._enter(True)
         (tokens,), (logprobs,) = running.read()
-        drawn = Drawn(self.rows, tokens, logprobs, counts, drafts)
+        drawn = Drawn(self.rows, tokens, logprobs, counts, guesses)
         kept, has_ended = drawn.keep(self._limits - self._num_tokens, self._ends)
         drafting.sampled(tokens[(columns < kept[:, None])[is_run]], np.append(0, kept.cumsum()))
-        self._num_tokens, self._last = self._num_tokens + kept, tokens[counts.cumsum() - counts + kept - 1]
+        self._num_tokens, self._last = self._num_tokens + kept, tokens[ends - counts + kept - 1]
         if has_ended.any():
             self._keep((~has_ended).nonzero()[0])
         return drawn
@@ -117,5 +117,6 @@ class DraftedRows:
         if int(done.max()) + len(columns) > self._noise.shape[1]:
             params, steps = self._launcher.params, max(_NOISE_AHEAD, len(columns))
             self._noise_begin, done, none = self._num_tokens, 0 * done, [NO_DRAFT] * len(self.rows)
-            self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps).T
+            ahead = self._num_tokens - [row.num_tokens for row in self.rows]  # their last tokens are not entered yet
+            self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps, ahead).T
         return self._noise[np.arange(len(done))[:, None], done[:, None] + columns]

@@ -24,6 +24,7 @@ from megatron_dta.sampling.in_process.scheduler import Pass, Scheduler
 from megatron_dta.sampling.params import SamplingParams
 
 NO_DRAFT = np.zeros(0, np.int32)
+_NO_GUESS = np.full(1, -1, np.int32)
 LEAST_TOKENS = 128
 """Tokens of the smallest captured pass with drafts."""
 
@@ -140,3 +141,8 @@ def drafts_of(plan: Pass, drafting: Drafting, scheduler: Scheduler, most_tokens:
             drafts[i] = draft[:length]
             budget -= length
     return drafts
+
+
+def guesses_of(drafts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tokens of each draft and a -1 for the one sampled after it, int32."""
+    return np.concatenate([part for draft in drafts for part in (draft, _NO_GUESS)])

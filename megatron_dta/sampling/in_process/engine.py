@@ -36,7 +36,7 @@ from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher
 from megatron_dta.sampling.in_process.cache_size import head_shape, max_pages
 from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, DecodeSteps, noise_of
 from megatron_dta.sampling.in_process.drafted_rows import DraftedRows
-from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of
+from megatron_dta.sampling.in_process.drafting import Drafting, NoDrafting, Round, drafts_of, guesses_of
 from megatron_dta.sampling.in_process.expert_passes import DecodingPasses
 from megatron_dta.sampling.in_process.next_token import EvaluationMode, next_tokens
 from megatron_dta.sampling.in_process.pages import PagePool
@@ -246,7 +246,7 @@ class InProcessEngine(RolloutEngine):
             burst = min(self._settings.burst, _PASSES_BETWEEN_DRAFTS if is_short else self._settings.burst)
             return self._land(self._launcher().first(plan, drafts, burst), began)
         drawn = (self._run_static if is_static else self._run_eager)(plan, drafts)
-        return self._take(drawn if num_drafted else replace(drawn, drafts=None), began, num_tokens, 1) if drawn else []
+        return self._take(drawn if num_drafted else replace(drawn, guesses=None), began, num_tokens, 1) if drawn else []
 
     def _take_drawn(self, drawn: Drawn, captures: int, runs_on: bool) -> list[Request]:
         """``_take`` of a pass of ``DraftedRows``; ``runs_on``: the next one has been launched."""
@@ -288,7 +288,7 @@ class InProcessEngine(RolloutEngine):
         drawn = next_tokens(self._model, hidden[last], noise, self._params, self._is_paged)
         drawn = torch.stack([part.double() for part in drawn])
         tokens, logprobs = drawn.cpu().numpy()  # the only place that waits; a float64 represents every token id exactly
-        return Drawn(rows, tokens.astype(np.int32), logprobs, widths[ready] + 1, drafts)
+        return Drawn(rows, tokens.astype(np.int32), logprobs, widths[ready] + 1, guesses_of(drafts))
 
     def _run_static(self, plan: Pass, drafts: list[np.ndarray]) -> Drawn:
         """Like ``_run_eager`` if all rows get tokens, for a pass with drafts or parts of prompts."""
@@ -297,7 +297,7 @@ class InProcessEngine(RolloutEngine):
         (tokens,), (logprobs,) = flight.running.read()
         self._scheduler.complete(plan)
         widths = np.array([len(draft) + 1 for draft in drafts])
-        return Drawn(plan.rows, tokens[flight.columns], logprobs[flight.columns], widths, drafts)
+        return Drawn(plan.rows, tokens[flight.columns], logprobs[flight.columns], widths, guesses_of(drafts))
 
     def _land(self, flight: Flight, began: float) -> list[Request]:
         """Launch the next burst if possible, and take the tokens of ``flight``. Returns the requests that ended."""
@@ -320,7 +320,7 @@ class InProcessEngine(RolloutEngine):
         """Append what each row keeps of what was drawn, after passes of ``num_tokens`` tokens that began at ``began``,
         of which ``computed`` is recorded for each row. Returns the requests that ended."""
         finished, appended, drafted, runs_on = [], [], None, self._runs_on or self._flight is not None
-        self._undrafted = self._undrafted + 1 if drawn.drafts is None else 0
+        self._undrafted = self._undrafted + 1 if drawn.guesses is None else 0
         if not np.isfinite(drawn.logprobs).all():
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
         limits = np.array([len(sequence.tokens) - sequence.num_tokens for sequence in drawn.rows])
@@ -335,7 +335,7 @@ class InProcessEngine(RolloutEngine):
         self._scheduler.finish(*finished)
         self._states.commit()
         self._counts["decoded_tokens"] += int(counts.sum())
-        if drawn.drafts is not None:
+        if drawn.guesses is not None:
             drafted = drawn.counts - 1
             self._counts["drafted_tokens"] += int(drafted.sum())
             self._counts["accepted_drafts"] += int(counts.sum()) - len(counts)

@@ -13,85 +13,79 @@ from __future__ import annotations
 
 import numpy as np
 
-MATCH_EDGES = np.array([2, 3, 4, 6, 9, 13])
-PROBABILITY_EDGES = np.array([0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 0.999999])
-SUPPORT_EDGES = np.array([2, 4])
-POSITION_EDGES = np.array([1, 2, 3, 5, 8, 13, 20])
+from megatron_dta.sampling.speculation.native import load_library
+from megatron_dta.sampling.speculation.suffix_forest import Drafts
+
+EDGES = (
+    (2, 3, 4, 6, 9, 13),
+    (2, 4),
+    (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 0.999999),
+    (1, 2, 3, 5, 8, 13, 20),
+)
+"""Of match, support, probability and position."""
 LEAN = 3.0
 """Weight of the coarser estimate, in counts."""
 KEPT_PER_STEP = 0.5
 
 
 class AcceptanceTable:
-    """Counts by (match, support, probability, position)."""
+    """Counts by (match, support, probability, position), on which functions in C work: a GPU may wait for them."""
 
     def __init__(self) -> None:
-        shape = (len(MATCH_EDGES) + 1, len(SUPPORT_EDGES) + 1, len(PROBABILITY_EDGES) + 1)
-        self._shape = (*shape, len(POSITION_EDGES) + 1)
-        self._drafted = np.zeros(self._shape)
-        self._accepted = np.zeros(self._shape)
-        self._prior = _prior(shape)
-        self._positions = np.searchsorted(POSITION_EDGES, np.arange(256), side="right")
-        self._estimates: np.ndarray | None = None
+        self._edges, self._shape = np.concatenate(EDGES), np.array([len(part) + 1 for part in EDGES], np.int32)
+        self._drafted, self._accepted = np.zeros((2, *self._shape))
+        self._prior = _prior(tuple(self._shape[:3]))
+        self._library = load_library()
+        self._estimate()
         self.verified = 0
         """Number of drafts counted so far."""
 
-    def probabilities(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        """Probability that positions 0 .. j are all accepted, float64 [n, width]; non-increasing along a row.
+    def _estimate(self) -> None:
+        coarse_drafted, coarse_accepted = self._drafted.sum(-1), self._accepted.sum(-1)
+        coarse = (coarse_accepted + LEAN * self._prior) / (coarse_drafted + LEAN)
+        self._estimates = (self._accepted + LEAN * coarse[..., None]) / (self._drafted + LEAN)
 
-        Args:
-            matches, supports: int [n], length of the match and its number of occurrences.
-            probabilities: float64 [n, width], the tree's probabilities; see ``Drafts``.
-        """
-        if self._estimates is None:
-            coarse_drafted, coarse_accepted = self._drafted.sum(-1), self._accepted.sum(-1)
-            coarse = (coarse_accepted + LEAN * self._prior) / (coarse_drafted + LEAN)
-            self._estimates = ((self._accepted + LEAN * coarse[..., None]) / (self._drafted + LEAN)).reshape(-1)
-        estimates = self._estimates[self._cells(matches, supports, probabilities)]
-        return np.minimum.accumulate(estimates, axis=1)
+    def probabilities(self, drafts: Drafts, width: int) -> np.ndarray:
+        """Probability that positions 0 .. j are all accepted, float64 [n, width]; non-increasing along a row. Those
+        after a draft's last token have no meaning."""
+        accept = np.empty((len(drafts.lengths), width))
+        sizes, arrays = (len(accept), width, drafts.probabilities.shape[1]), (self._estimates, accept)
+        self._library.sf_accept(*sizes, *self._cells_of(drafts), *(array.ctypes.data for array in arrays))
+        return accept
 
-    def update(
-        self,
-        matches: np.ndarray,
-        supports: np.ndarray,
-        probabilities: np.ndarray,
-        drafted: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        """Count n verified drafts: the first ``accepted`` [n] of ``drafted`` [n] tokens were right."""
-        width = int(drafted.max(initial=0))
-        if not width:
+    def update(self, drafts: Drafts, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Count n verified drafts: the first ``accepted`` of ``drafted`` tokens (int64 [n]) were right."""
+        if not drafted.any():
             return
         self.verified += int((drafted > 0).sum())
-        positions = np.arange(width)
-        was_drafted = positions < drafted[:, None]
-        cells = self._cells(matches, supports, probabilities[:, :width])
-        size = self._drafted.size
-        self._drafted += np.bincount(cells[was_drafted], minlength=size).reshape(self._shape)
-        was_accepted = positions < np.minimum(accepted, drafted)[:, None]
-        self._accepted += np.bincount(cells[was_accepted], minlength=size).reshape(self._shape)
-        self._estimates = None
+        arrays = (
+            *(np.ascontiguousarray(counts, np.int64) for counts in (drafted, accepted)),
+            self._drafted,
+            self._accepted,
+        )
+        sizes, addresses = drafts.probabilities.shape, (array.ctypes.data for array in arrays)
+        self._library.sf_learn(*sizes, *self._cells_of(drafts), *addresses)
+        self._estimate()
+
+    def _cells_of(self, drafts: Drafts) -> tuple[int, ...]:
+        """The addresses of what decides about cells."""
+        arrays = drafts.matches, drafts.supports, drafts.probabilities, self._shape, self._edges
+        return tuple(array.ctypes.data for array in arrays)
 
     def end_step(self) -> None:
         self._drafted *= KEPT_PER_STEP
         self._accepted *= KEPT_PER_STEP
-        self._estimates = None
+        self._estimate()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         verified = np.array(self.verified, np.int64)
         return {"drafted": self._drafted.copy(), "accepted": self._accepted.copy(), "verified": verified}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-        self._drafted = np.array(state["drafted"], np.float64)
-        self._accepted = np.array(state["accepted"], np.float64)
+        counts = (np.array(state[name], np.float64).reshape(self._shape) for name in ("drafted", "accepted"))
+        self._drafted, self._accepted = counts
         self.verified = int(state["verified"])
-        self._estimates = None
-
-    def _cells(self, matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-        rows = MATCH_EDGES.searchsorted(matches, "right") * self._shape[1]
-        rows = rows + SUPPORT_EDGES.searchsorted(supports, "right")
-        cells = (rows * self._shape[2])[:, None] + PROBABILITY_EDGES.searchsorted(probabilities, "right")
-        return cells * self._shape[3] + self._positions[: probabilities.shape[1]]
+        self._estimate()
 
 
 def _prior(shape: tuple[int, int, int]) -> np.ndarray:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
+from megatron_dta.sampling.speculation.native import load_library
 
 _RENEWAL = 0.3
 """Weight of the newest pass in the moving average ``last_tokens``."""
@@ -47,19 +48,13 @@ def token_gate(
         live: sequences in the forward, including those without a draft.
         sharers: float [n], number of samples that share each sample's forwards.
     """
-    threshold = cost.per_token / (cost.per_token + cost.base / np.maximum(sharers, 1.0))
-    lengths = np.minimum((accept >= threshold[:, None]).sum(1), allowed)
-    free = max(0, int(cost.knee) - live)
-    if not free:
-        return lengths
-    accept = np.where(np.arange(accept.shape[1]) < allowed[:, None], accept, -1.0)
-    flat = np.flatnonzero(accept.reshape(-1) > 0)
-    if len(flat) > free:
-        # The stable sort breaks ties by row and position: all ranks make the same choice, and a draft has no gaps.
-        order = np.argsort(-accept.reshape(-1)[flat], kind="stable")
-        flat = flat[order[:free]]
-    within = np.bincount(flat // accept.shape[1], minlength=len(accept))
-    return np.maximum(lengths, within)
+    thresholds = cost.per_token / (cost.per_token + cost.base / np.maximum(sharers, 1.0))
+    accept, allowed = np.ascontiguousarray(accept), np.ascontiguousarray(allowed, np.int64)
+    lengths, filled = np.empty((2, len(accept)), np.int64)
+    # Of equally probable tokens, those of the first rows are chosen, so all ranks make the same choice.
+    inputs = accept.ctypes.data, allowed.ctypes.data, thresholds.ctypes.data, max(0, int(cost.knee) - live)
+    load_library().sf_gate(*accept.shape, *inputs, lengths.ctypes.data, filled.ctypes.data)
+    return lengths
 
 
 @dataclass

@@ -184,7 +184,7 @@ class Speculator:
         ``tokens[offsets[i] : offsets[i + 1]]`` (int32), the accepted ones and the one sampled after them."""
         begin = time.perf_counter()
         drafts, slots, drafted = proposal.drafts, proposal.slots, proposal.lengths
-        self.table.update(drafts.matches, drafts.supports, drafts.probabilities, drafted, accepted)
+        self.table.update(drafts, drafted, accepted)
         samples = self._samples[slots]
         samples["generated"] += np.diff(offsets)
         samples["steps"] += 1
@@ -287,7 +287,7 @@ class Speculator:
             return np.zeros(live, np.int64)
         if not self.gate.decides and drafts.lengths.sum() <= prepared.cost.knee - live:
             return drafts.lengths.astype(np.int64)
-        accept = self.table.probabilities(drafts.matches, drafts.supports, drafts.probabilities[:, :width])
+        accept = self.table.probabilities(drafts, width)
         lengths = token_gate(accept, drafts.lengths, prepared.cost, live, sharers)
         if live > (most := _FIRST_DRAFTS + 2 * self.table.verified):
             lengths[np.cumsum(lengths > 0) > most] = 0

@@ -192,6 +192,28 @@ static int32_t walk(Forest *f, uint32_t node, uint32_t consumed, int32_t most, d
     return length;
 }
 
+/* Where the last `match` tokens before `end` lead from `node`, and how far into the edge; NONE where they are absent. */
+static uint32_t find_match(Forest *f, uint32_t node, const int32_t *end, uint32_t match, uint32_t *consumed) {
+    const int32_t *context = end - match;
+    for (uint32_t done = 0; done < match; done += *consumed) {
+        node = find_child(f, node, context[done]);
+        if (node == NONE) return NONE;
+        const Node *c = &f->nodes[node];
+        const int32_t *edge = f->texts[c->text].tokens + c->position;
+        uint32_t limit = c->length < match - done ? c->length : match - done;
+        for (*consumed = 1; *consumed < limit && edge[*consumed] == context[done + *consumed];) ++*consumed;
+        if (*consumed < limit) return NONE;
+    }
+    return node;
+}
+
+/* The most tokens of a draft after a match; 0 where the match is too long. */
+static int32_t allowed_after(const Forest *f, uint32_t match, int32_t cap, double factor, double offset) {
+    double budget = match * factor + offset;
+    int32_t allowed = budget < cap ? (int32_t)budget : cap, left = (int32_t)(f->depth - match);
+    return allowed < left ? allowed : left;
+}
+
 /* Drafts for n texts from their own last tokens. Arrays of [n] and, row by row, [n, width]. */
 int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *most, int32_t width, double factor,
                  double offset, double least, int32_t *tokens, double *probabilities, int32_t *lengths,
@@ -203,32 +225,31 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
     for (int32_t i = 0; i < n; i++) {
         Draft best = {0.0, 0, 0, -1, 0};
         const Text *t = &f->texts[texts[i]];
-        const int32_t *end = t->tokens + t->length;
         int32_t cap = most[i] < width ? most[i] : width;
+        uint32_t longest = t->length < f->depth ? t->length : f->depth - 1, peak = 1;
+        while (peak < longest && allowed_after(f, peak + 1, cap, factor, offset) >=
+                                     allowed_after(f, peak, cap, factor, offset)) peak++;
         for (int tree = 0; tree < 2 && cap > 0; tree++) {
             if (t->roots[tree] == NONE) continue;
-            for (uint32_t match = 1; match < f->depth && match <= t->length; match++) {
-                double budget = match * factor + offset;
-                int32_t allowed = budget < cap ? (int32_t)budget : cap;
-                if (allowed > (int32_t)(f->depth - match)) allowed = (int32_t)(f->depth - match);
-                if (allowed <= 0 || allowed < best.score) continue; /* probabilities of 1 would not win */
-                const int32_t *context = end - match;
-                uint32_t node = t->roots[tree], done = 0, consumed = 0;
-                while (done < match) { /* where the last `match` tokens lead from the root */
-                    node = find_child(f, node, context[done]);
-                    if (node == NONE) break;
-                    const Node *c = &f->nodes[node];
-                    const int32_t *edge = f->texts[c->text].tokens + c->position;
-                    uint32_t limit = c->length < match - done ? c->length : match - done;
-                    for (consumed = 1; consumed < limit && edge[consumed] == context[done + consumed];) consumed++;
-                    if (consumed < limit) node = NONE;
-                    if (node == NONE) break;
-                    done += consumed;
+            /* Matches that allow the longest drafts come first: after a draft of probable tokens few others can win. */
+            for (uint32_t below = peak, above = peak + 1, absent = longest + 1; below || above < absent;) {
+                int32_t left = below ? allowed_after(f, below, cap, factor, offset) : -1;
+                int32_t right = above < absent ? allowed_after(f, above, cap, factor, offset) : -1;
+                uint32_t match = left > right ? below-- : above < absent ? above++ : below--;
+                int32_t allowed = left > right ? left : right;
+                /* Probabilities are 1 at most; of equal scores the first tree wins, then the longest match. */
+                if (allowed <= 0 || allowed < best.score) break;
+                if (match >= absent || (allowed == best.score && (tree != best.tree || (int32_t)match < best.match)))
+                    continue;
+                uint32_t consumed = 0, node = find_match(f, t->roots[tree], t->tokens + t->length, match, &consumed);
+                if (node == NONE) { /* longer ones are absent too */
+                    absent = match;
+                    continue;
                 }
-                if (node == NONE) break; /* longer ones are absent too */
                 double score;
                 int32_t length = walk(f, node, consumed, allowed, least, walk_tokens, walk_probabilities, &score);
-                if (length && (score > best.score || (score == best.score && best.tree == tree))) {
+                if (length && (score > best.score ||
+                               (score == best.score && best.tree == tree && (int32_t)match > best.match))) {
                     best = (Draft){score, length, (int32_t)match, tree, (int32_t)f->nodes[node].count};
                     memcpy(tokens + (int64_t)i * width, walk_tokens, (size_t)length * 4);
                     memcpy(probabilities + (int64_t)i * width, walk_probabilities, (size_t)length * 8);
@@ -242,6 +263,74 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
         scores[i] = best.score;
     }
     return 0;
+}
+
+/* The number of sorted edges that are at most x. */
+static int32_t bucket(const double *edges, int32_t n, double x) {
+    int32_t number = 0;
+    while (number < n && edges[number] <= x) number++;
+    return number;
+}
+
+/* The cells of a row's tokens in a table of `shape`: match, support, probability, position; see calibration.py. */
+static void cells_of(int32_t width, int32_t match, int32_t support, const double *probabilities, const int32_t *shape,
+                     const double *edges, int64_t *cells) {
+    const double *supports = edges + shape[0] - 1, *levels = supports + shape[1] - 1, *positions = levels + shape[2] - 1;
+    int64_t row = (int64_t)bucket(edges, shape[0] - 1, match) * shape[1] + bucket(supports, shape[1] - 1, support);
+    for (int32_t j = 0; j < width; j++)
+        cells[j] = (row * shape[2] + bucket(levels, shape[2] - 1, probabilities[j])) * shape[3] +
+                   bucket(positions, shape[3] - 1, j);
+}
+
+/* The least estimate of each draft's tokens up to each position: accept [n, width]; probabilities are [n, stride]. */
+void sf_accept(int32_t n, int32_t width, int32_t stride, const int32_t *matches, const int32_t *supports,
+               const double *probabilities, const int32_t *shape, const double *edges, const double *estimates,
+               double *accept) {
+    int64_t cells[MAX_DEPTH];
+    for (int32_t i = 0; i < n; i++, accept += width) {
+        cells_of(width, matches[i], supports[i], probabilities + (int64_t)i * stride, shape, edges, cells);
+        for (int32_t j = 0; j < width; j++) {
+            accept[j] = estimates[cells[j]];
+            if (j && accept[j - 1] < accept[j]) accept[j] = accept[j - 1];
+        }
+    }
+}
+
+/* Counts each row's first `drafted` tokens, of which the first `right` were right. */
+void sf_learn(int32_t n, int32_t stride, const int32_t *matches, const int32_t *supports, const double *probabilities,
+              const int32_t *shape, const double *edges, const int64_t *drafted, const int64_t *right,
+              double *drafted_counts, double *right_counts) {
+    int64_t cells[MAX_DEPTH];
+    for (int32_t i = 0; i < n; i++) {
+        int32_t width = (int32_t)drafted[i];
+        cells_of(width, matches[i], supports[i], probabilities + (int64_t)i * stride, shape, edges, cells);
+        for (int32_t j = 0; j < width; j++) {
+            drafted_counts[cells[j]] += 1.0;
+            if (j < right[i]) right_counts[cells[j]] += 1.0;
+        }
+    }
+}
+
+/* The tokens of each draft to verify: those of at least the row's threshold, and the `free` most probable ones. */
+void sf_gate(int32_t n, int32_t width, const double *accept, const int64_t *allowed, const double *thresholds,
+             int64_t free, int64_t *lengths, int64_t *filled) {
+    for (int32_t i = 0; i < n; i++) {
+        const double *row = accept + (int64_t)i * width;
+        for (lengths[i] = 0; lengths[i] < allowed[i] && row[lengths[i]] >= thresholds[i];) lengths[i]++;
+        filled[i] = 0;
+    }
+    for (; free > 0; free--) {
+        double most = 0.0;
+        int32_t best = -1;
+        for (int32_t i = 0; i < n; i++) {
+            double next = filled[i] < allowed[i] ? accept[(int64_t)i * width + filled[i]] : 0.0;
+            if (next > most) most = next, best = i;
+        }
+        if (best < 0) break;
+        filled[best]++;
+    }
+    for (int32_t i = 0; i < n; i++)
+        if (lengths[i] < filled[i]) lengths[i] = filled[i];
 }
 
 /* A text's tokens, valid until the forest changes, and how many they are. */

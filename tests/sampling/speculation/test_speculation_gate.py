@@ -5,9 +5,10 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.sampling.speculation.calibration import AcceptanceTable
+from megatron_dta.sampling.speculation.calibration import EDGES, LEAN, AcceptanceTable
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
 from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
+from megatron_dta.sampling.speculation.suffix_forest import Drafts
 from rollout_parts.fitted_cost import fitted_cost
 
 PLAIN = ForwardCost(base=2e-3, per_token=1e-5)
@@ -52,22 +53,45 @@ def test_fit_of_a_forwards_cost() -> None:
 def test_calibration_learns_the_truth() -> None:
     """Tokens whose tree says 1.0 but that are right 70 times of 100, each given the one before."""
     rng = seed_all(2)
-    table = AcceptanceTable()
-    matches, supports, probabilities = np.full(500, 5), np.ones(500, int), np.ones((500, 8))
+    table, drafts = AcceptanceTable(), drafts_of(np.full(500, 5), np.ones(500), np.ones((500, 8)))
     for _ in range(20):
         accepted = (rng.random((500, 8)) < 0.7).cumprod(axis=1).sum(axis=1)
-        table.update(matches, supports, probabilities, np.full(500, 8), accepted)
-    learned = table.probabilities(matches[:1], supports[:1], probabilities[:1])[0]
+        table.update(drafts, np.full(500, 8), accepted)
+    learned = table.probabilities(drafts, 8)[0]
     assert np.allclose(learned[:2], 0.7 ** np.arange(1, 3), atol=0.03)
     assert (np.diff(learned) <= 0).all()
     # Longer drafts are judged by all their positions, so none is believed more than what came in front of it.
-    other = table.probabilities(np.array([20]), np.array([9]), probabilities[:1])[0]
+    other = table.probabilities(drafts_of(np.array([20]), np.array([9]), np.ones((1, 8))), 8)[0]
     assert not np.allclose(other, learned)
     restored = AcceptanceTable()
     restored.load_state_dict(table.state_dict())
-    assert np.array_equal(
-        restored.probabilities(matches, supports, probabilities), table.probabilities(matches, supports, probabilities)
-    )
+    assert np.array_equal(restored.probabilities(drafts, 8), table.probabilities(drafts, 8))
+
+
+def drafts_of(matches: np.ndarray, supports: np.ndarray, probabilities: np.ndarray) -> Drafts:
+    drafts = Drafts.unwritten(*probabilities.shape)
+    drafts.matches[:], drafts.supports[:], drafts.probabilities[:] = matches, supports, probabilities
+    return drafts
+
+
+def test_estimates_by_numpy() -> None:
+    rng, table = seed_all(4), AcceptanceTable()
+    drafted, accepted = np.zeros((2, *(len(part) + 1 for part in EDGES)))
+    for _ in range(3):
+        levels = np.minimum.accumulate(rng.choice([1.0, 0.999999, 0.95, 0.6, 0.5, 0.1], (40, 24)), axis=1)
+        drafts = drafts_of(rng.integers(1, 16, 40), rng.integers(1, 6, 40), levels)
+        values = np.broadcast_arrays(drafts.matches[:, None], drafts.supports[:, None], levels, np.arange(24))
+        cells = tuple(np.searchsorted(part, value, "right") for part, value in zip(EDGES, values, strict=True))
+        lengths = rng.integers(0, 25, 40)
+        right = rng.integers(0, lengths + 1)
+        table.update(drafts, lengths, right)
+        np.add.at(drafted, cells, np.arange(24) < lengths[:, None])
+        np.add.at(accepted, cells, np.arange(24) < right[:, None])
+    for name, counts in (("drafted", drafted), ("accepted", accepted)):
+        assert np.array_equal(table.state_dict()[name], counts)
+    coarse = (accepted.sum(-1) + LEAN * table._prior) / (drafted.sum(-1) + LEAN)
+    expected = ((accepted + LEAN * coarse[..., None]) / (drafted + LEAN))[cells]
+    assert np.allclose(table.probabilities(drafts, 20), np.minimum.accumulate(expected, axis=1)[:, :20], rtol=1e-14)
 
 
 def test_what_the_last_sample_saves_goes_down_once_it_drafts():
