@@ -87,6 +87,7 @@ class DraftedRows:
         burst = Burst(inputs, starts, counts, self._tables, np.ones(n, np.int64), noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)
         self._enter(True)
+        self._fill_noise(3 * len(columns))  # of the next pass, which would wait for it
         (tokens,), (logprobs,) = running.read()
         drawn = Drawn(self.rows, tokens, logprobs, counts, guesses)
         kept, has_ended = drawn.keep(self._limits - self._num_tokens, self._ends)
@@ -113,10 +114,14 @@ class DraftedRows:
 
     def _noise_of(self, columns: np.ndarray) -> np.ndarray:
         """Uniform numbers of the positions ``columns`` after each row's tokens, float64 [n, columns]."""
+        self._fill_noise(len(columns))
         done = self._num_tokens - self._noise_begin
-        if int(done.max()) + len(columns) > self._noise.shape[1]:
-            params, steps = self._launcher.params, max(_NOISE_AHEAD, len(columns))
-            self._noise_begin, done, none = self._num_tokens, 0 * done, [NO_DRAFT] * len(self.rows)
-            ahead = self._num_tokens - [row.num_tokens for row in self.rows]  # their last tokens are not entered yet
-            self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps, ahead).T
         return self._noise[np.arange(len(done))[:, None], done[:, None] + columns]
+
+    def _fill_noise(self, most: int) -> None:
+        """Compute the noise of at least ``most`` positions after each row's tokens."""
+        if int((self._num_tokens - self._noise_begin).max()) + most > self._noise.shape[1]:
+            params, steps = self._launcher.params, most + _NOISE_AHEAD
+            ahead = self._num_tokens - [row.num_tokens for row in self.rows]  # their last tokens may not be entered yet
+            none, self._noise_begin = [NO_DRAFT] * len(self.rows), self._num_tokens
+            self._noise = noise_of(self.rows, none, params, self._launcher.iteration, steps, ahead).T
