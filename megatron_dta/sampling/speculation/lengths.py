@@ -77,7 +77,7 @@ class LengthHistory:
             return first.astype(np.int64)
         reached = self._classes(so_far)
         result = np.maximum(first, reached)
-        for began in np.unique(first):
+        for began in set(first.tolist()):
             rows = np.flatnonzero(first == began)
             alike = self._lengths[self._first == began]
             if not len(alike):
@@ -139,7 +139,7 @@ def class_bounds(lengths: np.ndarray) -> tuple[int, int]:
     Equal lengths are not split. If they cross a bound, they go to the side that keeps the outer class closer to a
     third. The longest samples are always long, since they decide when a rollout is done.
     """
-    low, high = np.quantile(lengths, [1 / 3, 2 / 3])
+    low, high = _quantiles(lengths, np.array([1 / 3, 2 / 3]))
     medium = min(np.ceil(low), np.floor(low) + 1, key=lambda begin: abs(np.mean(lengths < begin) - 1 / 3))
     above = [begin for begin in (np.ceil(high), np.floor(high) + 1) if begin <= lengths.max()]
     long = min(above, key=lambda begin: abs(np.mean(lengths >= begin) - 1 / 3))
@@ -161,15 +161,19 @@ def candidate_lengths(problem_lengths: np.ndarray, others: np.ndarray) -> np.nda
     if count:
         # A few samples underestimate the spread of the next one.
         spread = np.geomspace(0.8, 1.25, count) if count > 1 else np.ones(1)
-        parts.append(_quantiles(problem_lengths, count) * spread)
-    parts.append(_quantiles(others, CANDIDATES - count))
+        parts.append(_quantiles(problem_lengths, _midpoints(count)) * spread)
+    parts.append(_quantiles(others, _midpoints(CANDIDATES - count)))
     return np.sort(np.concatenate(parts))
 
 
-def _quantiles(values: np.ndarray, count: int) -> np.ndarray:
-    """float64 [count]: midpoint quantiles of ``count`` equal parts, interpolated as in ``numpy.quantile``."""
-    at = (np.arange(count) + 0.5) / count * (len(values) - 1)
-    return np.interp(at, np.arange(len(values)), np.sort(values))
+def _midpoints(count: int) -> np.ndarray:
+    """The midpoints of ``count`` equal parts of [0, 1]."""
+    return (np.arange(count) + 0.5) / count
+
+
+def _quantiles(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """``numpy.quantile``, whose first call imports for 50 ms, as that of ``numpy.unique`` does."""
+    return np.interp(levels * (values.size - 1), np.arange(values.size), np.sort(values, axis=None))
 
 
 def completion_probability(candidates: np.ndarray, so_far: np.ndarray, speed: np.ndarray) -> np.ndarray:
@@ -186,7 +190,8 @@ def completion_probability(candidates: np.ndarray, so_far: np.ndarray, speed: np
     later = so_far[:, None] + 1 + _LINDY * (so_far[:, None] + 16.0) * steps
     total = np.where(candidates > so_far[:, None], candidates, later)
     ends = np.sort((total - so_far[:, None]) / speed[:, None], axis=1)
-    times = np.unique(np.quantile(ends, np.linspace(0.3, 1, _TIMES) ** 0.5))
+    times = _quantiles(ends, np.linspace(0.3, 1, _TIMES) ** 0.5)
+    times = times[np.append(True, np.diff(times) > 0)]
     # Share of each sample's candidates that have ended by each time: [n, times].
     ended = (ends[:, :, None] <= times).mean(1)
     with np.errstate(divide="ignore"):
