@@ -95,11 +95,11 @@ class StoredEvaluation(Evaluation):
     def __init__(self, engine: TreeEngine, rollouts: Sequence[Rollout], tree: TreeConfig, batch_size: int) -> None:
         self._engine = engine
         samples = [TrainingSample(rollout.token_ids, rollout.loss_mask) for rollout in rollouts]
-        pieces = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
         self._trained_tokens = sum(sample.num_trained for sample in samples)
-        mesh, pipeline = engine.mesh, engine.pipeline(tree.tree_segment_tokens)
-        rank_pieces = pieces[mesh.data_rank :: mesh.data_size]
-        self._batches = [prepare_batch(piece, tree, pipeline=pipeline) for piece in rank_pieces]
+        first, stride = engine.mesh.data_rank * batch_size, engine.mesh.data_size * batch_size
+        pipeline = engine.pipeline(tree.tree_segment_tokens)
+        starts = range(first, first + len(samples), stride)  # as many on each rank: experts are shared
+        self._batches = [prepare_batch(samples[i : i + batch_size], tree, pipeline=pipeline) for i in starts]
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the mean over all trained tokens. The forward pass is the same as in training, including trees."""

@@ -16,12 +16,12 @@ from trainer_cases import MODEL, make_rollouts
 
 # Heads that two ranks can share.
 SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --num-query-groups 2")
-STORED = f"{SHAPE} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 14 --untie-embeddings-and-output-weights"
+STORED = f"{SHAPE} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 18 --untie-embeddings-and-output-weights"
 GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"
 SAMPLED = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
-    "--arithmetic-max-operand 9 --rollout-batch-size 2 --n-samples-per-prompt 6 --rollout-max-response-len 6 "
-    "--train-iters 3 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 3 --eval-iters 5 --lr 1e-3 "
+    "--arithmetic-max-operand 9 --rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 5 "
+    "--train-iters 3 --num-steps-per-rollout 2 --old-logprobs recompute --eval-interval 3 --eval-iters 3 --lr 1e-3 "
     "--entropy-coef 0.1"
 )
 TP = "--tensor-model-parallel-size 2"
@@ -72,7 +72,7 @@ def write_stored(path: Path) -> str:
     """Write rollouts to train and to evaluate on; returns the flags of a run with them."""
     rollouts = make_rollouts(seed_all(3), 12, 4)
     write_rollouts(path / "train.jsonl", rollouts)
-    write_rollouts(path / "held_out.jsonl", rollouts[:10])
+    write_rollouts(path / "held_out.jsonl", rollouts[:5])
     return f"{GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
 
 
