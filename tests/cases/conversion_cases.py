@@ -25,7 +25,7 @@ COMMON = dict(
     vocab_size=37,
     hidden_size=24,
     intermediate_size=40,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
@@ -52,18 +52,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(num_experts=4, moe_intermediate_size=20, head_dim=8, mlp_only_layers=[1], norm_topk_prob=True, **EXPERTS),
     ),
 }
-_HYBRID = dict(
-    head_dim=8, linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2, linear_num_value_heads=4
-)
+_HYBRID = dict(linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2, linear_num_value_heads=4)
+_HYBRID |= dict(head_dim=8, layer_types=["linear_attention", "full_attention"])
 _SHARED = dict(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=12, **EXPERTS)
+_SOME = dict(mlp_only_layers=[1], layer_types=None, num_hidden_layers=4)
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", _HYBRID | _SHARED),
-    "qwen3-next-some": ("Qwen3Next", _HYBRID | _SHARED | dict(mlp_only_layers=[1], layer_types=None)),
+    "qwen3-next-some": ("Qwen3Next", _HYBRID | _SHARED | _SOME),
     "qwen3.5": ("Qwen3_5", _HYBRID | dict(tie_word_embeddings=True)),
     "qwen3.5-moe": ("Qwen3_5Moe", _HYBRID | _SHARED),
 }
-_MAMBA = dict(mamba_num_heads=8, mamba_head_dim=3, ssm_state_size=6, n_groups=4, head_dim=8, time_step_min=1e-9)
-_MAMBA |= dict(layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"])
+_MAMBA = dict(mamba_num_heads=8, mamba_head_dim=3, ssm_state_size=6, n_groups=4, head_dim=8, num_hidden_layers=4)
+_MAMBA |= dict(time_step_min=1e-9, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"])
 HYBRIDS["nemotron-h"] = ("NemotronH", _MAMBA)
 _MAMBA_EXPERTS = dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4)
 _MAMBA_EXPERTS |= dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=12, routed_scaling_factor=2.5)

@@ -12,8 +12,9 @@ from megatron_dta.training.checkpoint.files import find_checkpoint, prune_checkp
 from mesh_worker import run_on_ranks
 
 EP2 = ParallelConfig(expert_model_parallel_size=2)
-CASES = {"fp32": (MODEL, False), "bf16 sharded": (in_bf16(MODEL), True)}
-WITH_EXPERTS = {"fp32 sharded": (EXPERTS, True), "bf16": (in_bf16(EXPERTS), False)}
+LAYER, OF_EXPERTS = (replace(model, num_layers=1) for model in (MODEL, EXPERTS))
+CASES = {"fp32": (LAYER, False), "bf16 sharded": (in_bf16(LAYER), True)}
+WITH_EXPERTS = {"fp32 sharded": (OF_EXPERTS, True), "bf16": (in_bf16(OF_EXPERTS), False)}
 # The meshes that the cases begin on and move from.
 MESHES = {"fp32": ("tp2",), "bf16 sharded": ("tp2", "dp2")}
 MOVED = {"tp2": "dp2", "dp2": "tp2"}

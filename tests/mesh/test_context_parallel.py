@@ -115,7 +115,7 @@ def test_sizes_that_do_not_divide_are_refused():
 
 @needs_kernels
 def test_layers_as_one_function_exchange_too(tmp_path):
-    model = fused(**QWEN3, num_query_groups=1)
+    model = fused(**QWEN3, num_query_groups=1, num_layers=1)
     samples = random_training_samples(branching_sequences(seed_all(51), count=6, longest=8), seed=51)
     suite = MeshSuite({"fused": model}, MESHES, {"": samples}, {"": ("dta", 13, 20)}, plain_weights)
     check_both_ways(suite, "cp2", "fused", tmp_path)

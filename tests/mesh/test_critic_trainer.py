@@ -25,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     write_rollouts(path / "train.jsonl", make_rollouts(seed_all(3), 6, 4))
     common = (
-        f"{SHAPE} --make-vocab-size-divisible-by 2 --global-batch-size 8 --tree-segment-tokens 16 "
+        f"{SHAPE} --make-vocab-size-divisible-by 2 --global-batch-size 6 --tree-segment-tokens 18 "
         f"--rollouts {path}/train.jsonl"
     )
     moe = f"{EXPERTS} {PPO}"

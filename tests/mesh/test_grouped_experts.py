@@ -111,7 +111,7 @@ def test_rows_beyond_the_expected_number_are_computed_again():
 @interpreter
 @pytest.mark.parametrize(("mesh", "name"), [("ep2-idle", "qwen3"), ("cp2-ep2", "balanced")])
 def test_layers_as_one_function_exchange_tokens(tmp_path, mesh, name):
-    settings = {"qwen3": QWEN3_MOE | {"num_layers": 1}, "balanced": QWEN3_BALANCED}
+    settings = {"qwen3": QWEN3_MOE | {"num_layers": 1}, "balanced": QWEN3_BALANCED | {"num_layers": 1}}
     models = {key: grouped(fused(vocab_size=8, **options)) for key, options in settings.items()}
     samples = random_training_samples(branching_sequences(seed_all(61), count=6, longest=6), seed=61)
     ep2 = ParallelConfig(expert_model_parallel_size=2)

@@ -15,12 +15,12 @@ from mesh_worker import RankResult
 from tree_engine_cases import branching_sequences, check_siblings, model_config, siblings, tree_config, weights_of
 
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-FOUR_HEADS = replace(SIZES, linear_num_key_heads=4)
+TWO_LAYERS = HYBRID | {"num_layers": 2, "mixer_layer_freq": "[1,0]"}
 MODELS = {
     "hybrid": HYBRID,
-    "adapters": HYBRID | LORA | FULL_RECOMPUTE,
-    "experts": HYBRID | EXPERTS | {"moe_aux_loss_coeff": 0.3},
-    "four-heads": HYBRID | {"num_layers": 2, "mixer_layer_freq": "[1,0]", "mixer": FOUR_HEADS},
+    "adapters": TWO_LAYERS | LORA | FULL_RECOMPUTE,
+    "experts": TWO_LAYERS | EXPERTS | {"moe_aux_loss_coeff": 0.3},
+    "four-heads": TWO_LAYERS | {"mixer": replace(SIZES, linear_num_key_heads=4)},
     "mamba": NEMOTRON | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
     "mamba-adapters": NEMOTRON | LORA | {"num_layers": 4, "hybrid_layer_pattern": "M*-M"},
     "mamba-experts": NEMOTRON_EXPERTS,
@@ -48,7 +48,7 @@ MESHES = {
 MEMORY = {
     "pp2 limited": ("pp2", "uneven", 0.33),
     "pp2-vp2 limited": ("pp2-vp2", "uneven", 0.23),
-    "ep2 limited": ("ep2", "experts", 0.2),
+    "ep2 limited": ("ep2", "experts", 0.15),
 }
 COMBINATIONS = [
     ("tp2-sp", "hybrid", "packed"),

@@ -13,7 +13,7 @@ from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
 
 LAYERS = SHAPE.replace("--num-layers 2", "--num-layers 4")
-STORED = f"{LAYERS} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 14"
+STORED = f"{LAYERS} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 18"
 SAMPLED = f"{ONE_LAYER.replace('--num-layers 1', '--num-layers 2')} --make-vocab-size-divisible-by 2"
 PP = "--pipeline-model-parallel-size 2"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"

@@ -38,7 +38,7 @@ def hybrid_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
 @families
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(family):
     seed_all(3)
-    model, drive = hybrid_model(3, family=family), Drive(seed=3, prompts=2, longest=8, depth=2)
+    model, drive = hybrid_model(3, family=family), Drive(seed=3, prompts=2, longest=8, depth=1)
     engine = started(model)
     samples = run_forest(engine, drive)
     trained = trainers_logprobs(model, samples, TreeConfig(tree_segment_tokens=16))
@@ -58,10 +58,10 @@ def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(family):
 def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.MonkeyPatch):
     """Slots are used again by other requests, and start with NaN instead of zeros."""
     model = hybrid_model(14, family=DELTA)
-    reference = run_long(started(model, NEVER))
+    reference = run_long(started(model, NEVER), 9)
     monkeypatch.setattr(DecodeStates, "grow", poisoned)
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
-    assert_same(run_long(engine), reference, 1e-11)
+    assert_same(run_long(engine, 9), reference, 1e-11)
     assert engine.statistics()["preemptions"] > 1
 
 
@@ -70,7 +70,7 @@ def test_preempted_requests_begin_again_with_no_state(monkeypatch: pytest.Monkey
 )
 def test_rejected_drafts_leave_no_trace_in_the_states(kind: str, family: dict, monkeypatch: pytest.MonkeyPatch):
     """In float32, where the tokens must be the same and the logprobs up to rounding; slots begin with NaN."""
-    model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2, depth=2, longest=16)
+    model, drive = hybrid_model(5, torch.float32, family=family), Drive(seed=5, prompts=2, depth=1, longest=16)
     monkeypatch.setattr(DecodeStates, "grow", poisoned)
     expected = run_forest(started(model), drive)
     drafting = Adversary(kind, answers_of(expected), seed=2)

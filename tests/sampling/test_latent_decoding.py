@@ -38,7 +38,7 @@ def latent_model(seed: int, dtype: torch.dtype = torch.float64, **more: object):
 def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(monkeypatch: pytest.MonkeyPatch):
     seed_all(3)
     poison_pages(monkeypatch)
-    model, drive = latent_model(3, **ADAPTERS), Drive(seed=3, prompts=2, depth=2, longest=10)
+    model, drive = latent_model(3, **ADAPTERS), Drive(seed=3, prompts=2, depth=1, longest=10)
     with torch.no_grad():
         for adapter in adapters_of([model]):
             adapter.lora_B.normal_(0, 0.3)
@@ -59,9 +59,9 @@ def test_a_forest_has_the_trainers_logprobs_for_any_order_of_calls(monkeypatch: 
 
 def test_preemption_and_drafts_change_nothing():
     model = latent_model(14)
-    reference = run_long(started(model, NEVER))
+    reference = run_long(started(model, NEVER), 9)
     engine = started(model, NEVER, block_size=4, pages=30, max_requests=7)
-    assert_same(run_long(engine), reference, 1e-12)
+    assert_same(run_long(engine, 9), reference, 1e-12)
     assert engine.statistics()["preemptions"] > 1
     drive = Drive(seed=5, prompts=2, depth=1, longest=16)
     expected = run_forest(started(model), drive)
@@ -76,7 +76,7 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(settings: dict
     """Rows that leave a burst, branches of held requests, caches that grow, drafts, which take eager passes."""
     monkeypatch.setattr(static_latents, "_MOST_POSITIONS", 64)  # so that rows are attended to in parts
     monkeypatch.setattr(pages, "_FIRST_PAGES", 2)
-    model, drive = latent_model(7, torch.float32), Drive(seed=9, prompts=2, longest=16)
+    model, drive = latent_model(7, torch.float32), Drive(seed=9, prompts=2, depth=1, longest=16)
     assert "CUDA GPU" in why_not_captured(make_model(7, **DEEPSEEK, disable_bias_linear=True))
     expected = run_forest(started(model), drive)
     poison_pages(monkeypatch)

@@ -5,7 +5,6 @@ position that a row attends to must hold the row's own prefix, no row may write 
 the pool must count exactly what the tables say.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
@@ -59,9 +58,10 @@ class Store:
 
 
 def check_pages(pool: PagePool, scheduler: Scheduler, sequences: list[Request]) -> None:
-    held = Counter(page for sequence in sequences for page in sequence.table[: sequence.num_pages].tolist())
-    assert held == Counter({page: pool._holders[page] for page in range(pool.num_pages) if pool._holders[page]})
-    assert pool.pages_in_use == len(held)
+    tables = [sequence.table[: sequence.num_pages] for sequence in sequences if sequence.num_pages]
+    held = np.bincount(np.concatenate([np.zeros(0, int), *tables]), minlength=pool.num_pages)
+    assert held.tolist() == list(pool._holders[: pool.num_pages])
+    assert pool.pages_in_use == np.count_nonzero(held)
     assert pool.max_pages is None or pool.num_pages <= pool.max_pages
     assert len(scheduler.running) <= scheduler.max_requests
     assert all(sequence.num_pages == 0 for sequence in scheduler.waiting)

@@ -12,7 +12,7 @@ from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
 from recording_engine import RecordingEngine
 
-EOS, CAP, QUERIES = 0, 9, 300
+EOS, CAP, QUERIES = 0, 9, 200
 # Probability of the next token (column) after a token (row); token 0 ends. From 1 one mostly ends soon, from 2 and 3
 # one goes on, so long paths are those through 3.
 CHAIN = np.array([[1.0, 0.0, 0.0, 0.0], [0.5, 0.3, 0.1, 0.1], [0.15, 0.2, 0.3, 0.35], [0.05, 0.05, 0.3, 0.6]])

@@ -71,7 +71,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config wants more layers": (
         lambda source: edit_config(source, num_hidden_layers=5),
-        r"model.layers.4.input_layernorm.weight, .* and \d+ more tensors are missing",
+        r"model.layers.2.input_layernorm.weight, .* and \d+ more tensors are missing",
     ),
     "wrong shape": (
         lambda source: edit_config(source, intermediate_size=44),

@@ -121,7 +121,7 @@ def test_what_drafts_saved_is_what_the_clock_says(known: int, rows: int, monkeyp
             engine.update_weights(batch)
             drafting.spent, drafting._clock.is_on, drafting._clock._elapsed = 0.0, drafts and batch == 1, 1e12
             with phase(engine, params, batch):
-                generate(engine, [GenerationRequest(i, prompts[batch, i], 30 + 5 * i, i) for i in range(6)])
+                generate(engine, [GenerationRequest(i, prompts[batch, i], 24 + 4 * i, i) for i in range(6)])
         spent.append(drafting.spent)
         saved.append(drafting.report().saved_seconds)
     assert saved[0] == pytest.approx(0.0, abs=1e-9)

@@ -34,7 +34,7 @@ def test_a_forest_of_requests(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     seed_all(len(kind))
     model = make_model(3, **GROUPED | dict(num_layers=1))
     poison_pages(monkeypatch)
-    drive = Drive(seed=12, prompts=2, depth=2, longest=20)
+    drive = Drive(seed=12, prompts=2, depth=1, longest=20)
     reference = run_forest(started(model), drive)
     names = {"mixed": list(SETTINGS), "suffix": ["one row"]}.get(kind, ["default", "small pool"])
     for number, settings in enumerate(SETTINGS[name] for name in names):
@@ -83,7 +83,7 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
     if drafting.follows_clock:
         drafting._clock = Coin()
     plain, engine = started(model, params), started(model, params, drafting=drafting)
-    steps, compared, texts = 3, 0, []
+    steps, texts = 3, []
     depth = drafting.speculator.drafter.params.depth
     for step in range(steps):
         requests = [GenerationRequest(n, prompts[n // 8], 14 + n // 8 % 9, n) for n in range(8 * len(prompts))]
@@ -95,15 +95,13 @@ def test_thousands_of_sequences_in_float32(temperature: float, top_p: float, see
             assert want.token_ids.tolist() == got.token_ids.tolist()
             assert want.finish_reason == got.finish_reason
             assert np.allclose(want.logprobs, got.logprobs, rtol=0, atol=2e-5)
-        compared += len(requests)
         rows = zip(requests, samples, strict=True)
         texts += [[*request.token_ids[1 - depth :], *result.token_ids] for request, result in rows]
-    assert compared == 192
     statistics = engine.statistics()
     assert statistics["accepted_drafts"] > 0.01 * statistics["decoded_tokens"]
     assert statistics["drafted_tokens"] > statistics["accepted_drafts"]
     assert statistics["forwards"] < plain.statistics()["forwards"]
-    assert len(drafting.speculator.drafter._complete) == compared
+    assert len(drafting.speculator.drafter._complete) == 192
     # The trees have what was sampled, and nothing of a draft besides.
     state = drafting.speculator.drafter.state_dict()
     stored = np.split(state["tokens"], np.cumsum(state["lengths"])[:-1])[int(state["num_prompts"]) :]
