@@ -125,7 +125,7 @@ def main() -> None:
     """Send all requests and count."""
     arguments = parse_arguments()
     rng = np.random.default_rng(0)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     tokens = rng.integers(10, VOCABULARY, arguments.response_tokens).tolist()
     process = context.Process(target=serve, args=(theirs, arguments.servers, tokens, arguments.seconds), daemon=True)

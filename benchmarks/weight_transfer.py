@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import shlex
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from common.benchmark_model import settings_of
 from common.engine import MODELS
 from common.report import Report
 from common.servers.vllm_server import vllm_server
-from common.servers.weight_receiver import byte_sum
+from common.servers.weight_receiver import byte_sum, receive
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.common.entry_point import run_entry_point
 from megatron_dta.common.http.replies import parse_json
@@ -55,7 +54,6 @@ from megatron_dta.training.huggingface.save import hf_weights
 
 # Parameters of vLLM that join several of the model's.
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-RECEIVER = Path(__file__).resolve().parent / "common" / "servers" / "weight_receiver.py"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -112,12 +110,15 @@ class TimedProtocol(VllmProtocol):
 @contextmanager
 def stand_in(device: torch.device) -> Iterator[str]:
     """The URL of a server in another process."""
-    process = subprocess.Popen([sys.executable, str(RECEIVER), str(device)], stdout=subprocess.PIPE, encoding="utf-8")
+    context = multiprocessing.get_context("forkserver")  # which has not touched a GPU
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(device, theirs), daemon=True)
+    process.start()
     try:
-        yield process.stdout.readline().strip()
+        yield ours.recv()
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def check_values(config: TrainConfig, model: torch.nn.Module, url: str, receiver: str) -> None:

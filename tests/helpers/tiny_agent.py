@@ -1,4 +1,4 @@
-"""An agent as a program: two calls through the environment's gateway, without any client library.
+"""An agent as a program: two calls through the environment's gateway, without any client library; few imports.
 
     python tiny_agent.py [post | fail | fail-hang-print]
 
@@ -8,17 +8,21 @@ The reward is the share of even characters in the answers: sent to the gateway, 
 
 import json
 import os
-import subprocess
+import socket
 import sys
 import time
-import urllib.request
 
 
 def post(url: str, body: dict) -> dict:
-    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.loads(reply.read())
+    host, _, path = url.removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    content = json.dumps(body).encode()
+    head = f"POST /{path} HTTP/1.0\r\nHost: {host}\r\nAuthorization: Bearer {os.environ['OPENAI_API_KEY']}\r\n"
+    with socket.create_connection((name, int(port)), timeout=60) as connection, connection.makefile("rb") as reply:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        status, _, rest = reply.read().partition(b"\r\n")
+    assert b" 200 " in status, status + rest
+    return json.loads(rest.partition(b"\r\n\r\n")[2])
 
 
 def main() -> None:
@@ -28,7 +32,7 @@ def main() -> None:
         raise SystemExit(3)
     if "hang" in what and "4" in record["prompt"]:
         # A child that outlives its parent, too.
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, "-c", "import time; time.sleep(600)")
         time.sleep(600)
     messages, texts = [{"role": "user", "content": record["prompt"]}], []
     for _ in range(2):

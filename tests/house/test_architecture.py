@@ -1,12 +1,15 @@
-"""Rules of the code base that a program can check: layers, file and function lengths, docstrings, formatting."""
+"""Rules of the code base that a program can check: imports, lengths, docstrings, formatting, parameters and names."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from conftest import LONGEST_FIRST, REPOSITORY
 
@@ -17,12 +20,22 @@ PYTHON_FILES = sorted(
 )
 
 MOST_PARAMETERS = 7
+VAGUE_NAMES = {"own", "found", "each", "place", "places", "room", "rooms"}
 
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
     """All nodes of a file, the module first."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _files_are_parsed_once() -> Iterator[None]:
+    """The collector would look through a million nodes again and again."""
+    gc.disable()
+    yield
+    nodes.cache_clear()
+    gc.enable()
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -138,6 +151,8 @@ def test_no_wait_on_a_simple_queue_has_a_limit():
     """Before Python 3.13 it never ends if a signal comes and its handler takes as long as is left of it."""
     for path in PYTHON_FILES:
         text = path.read_text(encoding="utf-8")
+        if "SimpleQueue(" not in text:
+            continue
         for name in re.findall(r"(\w+)(?:: [^=]*)? = (?:queue\.)?SimpleQueue\(", text):
             assert re.search(rf"\b{name}\.get\(.*timeout", text) is None, f"{path}: take queue.Queue for {name}"
 
@@ -146,3 +161,43 @@ def test_torch_distributed_stays_out_of_the_pure_packages():
     for package in ("tree", "planning", "rollouts", "objectives"):
         for path in (REPOSITORY / "megatron_dta" / "core" / package).rglob("*.py"):
             assert "torch.distributed" not in path.read_text(), path
+
+
+def test_no_variable_has_a_vague_name():
+    """Variables and arguments are named by what they hold."""
+    hits = []
+    for path in PYTHON_FILES:
+        if path.relative_to(REPOSITORY).parts[0] not in ("megatron_dta", "kernels"):
+            continue
+        for node in nodes(path):
+            is_variable = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if is_variable else node.arg if isinstance(node, ast.arg) else None
+            if name in VAGUE_NAMES:
+                hits.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {name}")
+    assert hits == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports under ``TYPE_CHECKING`` and within functions count, too."""
+    files = {_module(path): path for path in (REPOSITORY / "megatron_dta").rglob("*.py")}
+    imports = {module: _imported(path, files) - {module} for module, path in files.items()}
+    while leaves := {module for module, others in imports.items() if not others & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    assert {module: sorted(others & imports.keys()) for module, others in imports.items()} == {}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(path: Path, files: dict[str, Path]) -> set[str]:
+    modules = set()
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules.update(name if name in files else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+    return modules & files.keys()

@@ -1,6 +1,5 @@
-"""Ceilings of lines and modules, of what a first day needs; and no circle of imports between files."""
+"""Ceilings of lines and modules, and of what a first day needs."""
 
-import ast
 from collections import Counter
 from pathlib import Path
 
@@ -51,29 +50,3 @@ def test_a_dense_model_on_one_device_loads_little(tmp_path: Path):
     assert 5_000 < sum(map(lines, loaded)) <= FIRST_DAY_LINES
     others = {path.relative_to(PACKAGE).parts[0] for path in loaded} - {"core", "__init__.py"}
     assert others == {"common"}  # for the script's own entry point
-
-
-def test_no_files_import_each_other_in_a_circle():
-    """Imports under ``TYPE_CHECKING`` and within functions count, too."""
-    files = {_module(path): path for path in PACKAGE.rglob("*.py")}
-    imports = {module: _imported(path, files) - {module} for module, path in files.items()}
-    while leaves := {module for module, others in imports.items() if not others & imports.keys()}:
-        for module in leaves:
-            del imports[module]
-    assert {module: sorted(others & imports.keys()) for module, others in imports.items()} == {}
-
-
-def _module(path: Path) -> str:
-    parts = path.relative_to(REPOSITORY).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imported(path: Path, files: dict[str, Path]) -> set[str]:
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules.update(name if name in files else node.module for name in names)
-        elif isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-    return modules & files.keys()

@@ -1,10 +1,8 @@
-"""A stand-in for a vLLM server that takes weights and samples nothing; run as a process of its own.
+"""A stand-in for a vLLM server that takes weights and samples nothing; runs in a process of its own.
 
-    python benchmarks/common/servers/weight_receiver.py DEVICE
-
-It prints its URL. Like vLLM it copies what arrives into parameters that it keeps: from the trainer's buffer on the GPU
-(the ``ipc`` engine of weight transfer, each tensor copied out before it is loaded), or from the files of a folder. GET
-/sums returns a sum over the bytes of every parameter.
+Like vLLM it copies what arrives into parameters that it keeps: from the trainer's buffer on the GPU (the ``ipc`` engine
+of weight transfer, each tensor copied out before it is loaded), or from the files of a folder. GET /sums returns a sum
+over the bytes of every parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +111,15 @@ def _got(answer: Any) -> Any:
     return handle
 
 
-async def serve(device: torch.device) -> None:
-    """Listen on a free port until the process is ended."""
+def receive(device: torch.device, told: Connection) -> None:
+    """Send the URL of a free port, and serve there until the process is ended."""
+    asyncio.run(_serve(device, told))
+
+
+async def _serve(device: torch.device, told: Connection) -> None:
     runner = web.AppRunner(Receiver(device).application())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    print(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", flush=True)
+    told.send(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
     await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(serve(torch.device(sys.argv[1])))

@@ -32,7 +32,7 @@ def smallest() -> Scale:
         "--tree-segment-tokens 256",
         warmup=f"{_ADAM} --global-batch-size 8 --train-iters 4 --lr 4e-3",
         training=f"{_ADAM} --train-iters 4 --lr 1e-3 --lr-decay-iters 4 --num-steps-per-rollout 2 "
-        "--rollout-max-response-len 24 --eval-interval 4",
+        "--rollout-max-response-len 12 --eval-interval 4",
         batch=2,
         samples=4,
         modes=(PLAIN, CLOCK),

@@ -137,8 +137,7 @@ _SMALLEST = Scale(
     methods=(GRPO, TREEPO),
     seeds=1,
     shared_start=False,
-    efficiency="--shape tiny --batch 8 --queries 2 --width 4 --mean-length 8 --max-length 16 --prompt-tokens 8 "
-    "--runs 1",
+    efficiency="--shape tiny --batch 8 --queries 2 --width 4 --mean-length 5 --max-length 9 --prompt-tokens 8 --runs 1",
     efficiency_segments=(4,),
     widths=(1, 2),
     branching_factors=(2,),

@@ -31,38 +31,29 @@ def test_trees_and_separate_sequences_train_alike() -> None:
     assert "26 tokens in 26 computed" in dense[0]
 
 
-MODEL = [
-    *["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"],
-    *["--max-position-embeddings", "16", "--vocab-size", "16", "--seed", "3"],
-]
-TASK = [
-    *["--task", "arithmetic", "--arithmetic-max-operand", "9", "--rollout-max-response-len", "3"],
-    *["--rollout-batch-size", "4", "--n-samples-per-prompt", "4"],
-]
+MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 16 --vocab-size 16 --seed 3"
+TASK = (
+    "--task arithmetic --arithmetic-max-operand 9 --rollout-max-response-len 3 --rollout-batch-size 4 "
+    "--n-samples-per-prompt 4"
+)
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return run_python(arguments, env=environment)
+def python(command: str) -> subprocess.CompletedProcess:
+    return run_python(command.split(), env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def test_the_quickstarts_steps(tmp_path: Path):
     """Warm-up from a file, GRPO from its weights, and the tool samples what the next step would have trained on."""
     warmup = str(tmp_path / "warmup.jsonl")
     steps = [
-        f"-m megatron_dta.sampling.prompts.arithmetic --output {warmup} --count 64 --arithmetic-max-operand 9".split(),
-        [
-            *["-m", "megatron_dta.train", *MODEL, "--objective", "sft", "--rollouts", warmup, "--global-batch-size"],
-            *["16", "--train-iters", "3", "--lr", "1e-2", "--save", str(tmp_path / "warmup")],
-        ],
-        [
-            *["-m", "megatron_dta.train", *MODEL, *TASK, "--load", str(tmp_path / "warmup"), "--finetune"],
-            *["--train-iters", "2", "--lr", "1e-3", "--eval-interval", "1", "--eval-iters", "8"],
-            *["--save", str(tmp_path / "grpo")],
-        ],
+        f"-m megatron_dta.sampling.prompts.arithmetic --output {warmup} --count 64 --arithmetic-max-operand 9",
+        f"-m megatron_dta.train {MODEL} --objective sft --rollouts {warmup} --global-batch-size 16 --train-iters 3 "
+        f"--lr 1e-2 --save {tmp_path}/warmup",
+        f"-m megatron_dta.train {MODEL} {TASK} --load {tmp_path}/warmup --finetune --train-iters 2 --lr 1e-3 "
+        f"--eval-interval 1 --eval-iters 3 --save {tmp_path}/grpo",
     ]
     for step in steps:
-        done = python(*step)
+        done = python(step)
         assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == [0, 1, 2]
@@ -71,17 +62,15 @@ def test_the_quickstarts_steps(tmp_path: Path):
     assert all(abs(record["ratio"] - 1) < 1e-5 for record in records[1:])
 
     output = tmp_path / "rollouts.parquet"
-    done = python(
-        *["tools/sample_rollouts.py", *MODEL, *TASK, "--load", str(tmp_path / "grpo")],
-        *["--rollout-batch-index", "2", "--output", str(output)],
-    )
+    flags = f"--load {tmp_path}/grpo --rollout-batch-index 2 --output {output}"
+    done = python(f"tools/sample_rollouts.py {MODEL} {TASK} {flags}")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     rollouts = load_rollouts(output, vocab_size=16)
     assert len(rollouts) == 16
     assert all(rollout.policy_version == 2 for rollout in rollouts)
     # A third step of the same run trains these very rollouts: it resumes from the checkpoint they were sampled from.
-    done = python(*steps[2], "--train-iters", "3")
+    done = python(f"{steps[2]} --train-iters 3")
     assert done.returncode == 0, done.stderr
     third = json.loads((tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()[-1])
     assert third["iteration"] == 3
@@ -106,7 +95,7 @@ def test_report(tmp_path: Path, rewards: tuple[float, ...], status: int):
         (tmp_path / name).mkdir()
         lines = [json.dumps(record) + "\n" for record in records]
         (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
-    done = python("examples/quickstart_report.py", str(tmp_path))
+    done = python(f"examples/quickstart_report.py {tmp_path}")
     assert done.returncode == status, done.stderr
     assert ("FAILED" in done.stdout) == (status == 1)
     assert f"{rewards[0]:.3f}" in done.stdout
@@ -144,18 +133,9 @@ def test_the_scripts_flags():
 def write_run(folder: Path, tokens_per_step: float, rewards: list[float]) -> None:
     folder.mkdir(parents=True)
     rows = [{"iteration": 0, "eval_reward": rewards[0], "timing": {}}]
+    numbers = {"decoded_tokens": tokens_per_step, "rollouts": 8.0, "tokens": 60, "unique_tokens": 20, "timing": {}}
     for step, reward in enumerate(rewards[1:], start=1):
-        rows.append(
-            {
-                "iteration": step,
-                "decoded_tokens": tokens_per_step,
-                "rollouts": 8.0,
-                "tokens": 60,
-                "unique_tokens": 20,
-                "eval_reward": reward,
-                "timing": {},
-            }
-        )
+        rows.append({"iteration": step, "eval_reward": reward, **numbers})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -183,7 +163,7 @@ def commands_of(folder: Path, script: str, **environment: str) -> list[list[str]
     return [command.split("\n") for command in record.read_text().removesuffix("\n\n").split("\n\n")]
 
 
-SHORT = ["--rollout-max-response-len", "8"]
+SHORT = ["--rollout-max-response-len", "5"]
 
 
 def test_the_script_in_miniature(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ SMALL_PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-lay
 RUNS = {
     "rollout": "decode --batch 3 --requests 5 --samples-per-prompt 2 --prompt-tokens 21 --response-tokens 6 "
     "--max-tokens 16 --runs 1 --memory-bandwidth-gbs 10",
-    "rollout das-noise": "das-noise --batch 4 --response-tokens 12 --prompt-tokens 9 --memory-bandwidth-gbs 10",
+    "rollout das-noise": "das-noise --batch 3 --response-tokens 5 --prompt-tokens 9 --memory-bandwidth-gbs 10",
     "rollout tree-tokens": "tree-tokens --queries 9 --max-length 300 --mean-length 50 --segment-length 64",
     "train": "examples/rollouts.example.jsonl --model tiny --steps 1 --tree-mode dta dense --timeline-dir FOLDER",
     "gateway_sessions": "--sessions 4 --calls 4 --at-once 2",
