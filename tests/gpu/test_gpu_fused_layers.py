@@ -153,7 +153,7 @@ def test_a_step_holds_no_more_than_is_counted():
     constant = constant_bytes(engine.chunks)
     tree = tree_config("dta", None)
     recomputed = []
-    for gib in (0.6, 0.8, 1.2):
+    for gib in (0.85, 1.05, 1.45):
         engine.limit_memory(constant / GIB + gib, constant)
         batch = prepare_batch(samples, tree, pipeline=engine.pipeline(None))
         torch.cuda.reset_peak_memory_stats()
