@@ -109,8 +109,8 @@ class FixedDrafting(Drafting):
         self.width = width
         self.ends: dict[int, list[float]] = {}
 
-    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
-        return [np.zeros(min(self.width, limit), np.int32) for limit in most.tolist()]
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((len(rows), self.width), np.int32), np.minimum(most, self.width)
 
     def verified(self, done: Round) -> None:
         passes = max(map(len, done.appended)) if done.drafted is None else 1
@@ -124,12 +124,12 @@ class KnownDrafting(Drafting):
         self._answers, self._width, self._vocab_size = answers, width, vocab_size
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
-        drafts = []
-        for row, limit in zip(rows, most.tolist(), strict=True):
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens, lengths = np.zeros((len(rows), self._width), np.int32), np.zeros(len(rows), np.int64)
+        for i, (row, limit) in enumerate(zip(rows, most.tolist(), strict=True)):
             done = row.num_tokens - row.context_length
             draft = self._answers[row.generation.key][done:][: min(limit, self._width)].copy()
             if len(draft) and self._rng.random() < 0.2:
                 draft[self._rng.integers(0, len(draft))] = self._rng.integers(0, self._vocab_size)
-            drafts.append(draft.astype(np.int32))
-        return drafts
+            tokens[i, : len(draft)], lengths[i] = draft, len(draft)
+        return tokens, lengths

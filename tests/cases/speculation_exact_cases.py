@@ -19,8 +19,12 @@ class Adversary(Drafting):
         self.kind, self.answers, self.rng = kind, answers, np.random.default_rng(seed)
         self.drafted = self.accepted = 0
 
-    def propose(self, rows, most) -> list[np.ndarray]:
-        return [self._draft(row, limit) for row, limit in zip(rows, most.tolist(), strict=True)]
+    def propose(self, rows, most) -> tuple[np.ndarray, np.ndarray]:
+        drafts = [self._draft(row, limit) for row, limit in zip(rows, most.tolist(), strict=True)]
+        lengths = np.array([len(draft) for draft in drafts])
+        tokens = np.full((len(drafts), lengths.max() + 1), -7, np.int32)
+        tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate(drafts)
+        return tokens, lengths
 
     def _draft(self, row, most: int) -> np.ndarray:
         answer = self.answers[(row.generation.token_ids.tobytes(), row.generation.key)]

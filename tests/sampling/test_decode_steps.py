@@ -176,8 +176,8 @@ class EveryThird(Adversary):
         asks, self.wanted = self.asks_next, self.wanted + 1
         return asks
 
-    def propose(self, rows: list[Request], most: np.ndarray) -> list[np.ndarray]:
-        return [draft[:4] for draft in super().propose(rows, most)]
+    def propose(self, rows: list[Request], most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return super().propose(rows, np.minimum(most, 4))
 
     def verified(self, done: Round) -> None:
         super().verified(done)

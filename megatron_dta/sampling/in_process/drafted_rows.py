@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dta.sampling.in_process.bursts import Drawn, Launcher
 from megatron_dta.sampling.in_process.cuda_graphs import Burst, noise_of
-from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting, guesses_of
+from megatron_dta.sampling.in_process.drafting import NO_DRAFT, Drafting
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
 
@@ -74,15 +74,16 @@ class DraftedRows:
         waits = launcher.scheduler.waiting and not launcher.scheduler.is_full
         if waits or not n or not drafting.asks_next or not drafting.wants(n):
             return None
-        drafts = drafting.propose(self.rows, self._limits - self._num_tokens - 1)
-        counts = np.fromiter(map(len, drafts), np.int64, n) + 1
+        drafts, lengths = drafting.propose(self.rows, self._limits - self._num_tokens - 1)
+        counts = lengths + 1
         ends = counts.cumsum()
         if ends[-1] == n or ends[-1] > self._most_tokens or not self._has_pages(self._num_tokens + counts - 1):
             return None
-        guesses, columns = guesses_of(drafts), np.arange(int(counts.max()))
-        inputs, is_run = np.empty_like(guesses), columns < counts[:, None]
-        inputs[1:] = guesses[:-1]
-        inputs[ends - counts] = self._last
+        columns = np.arange(int(counts.max()))
+        is_run = columns < counts[:, None]
+        inputs = np.concatenate([self._last[:, None], drafts[:, : len(columns) - 1]], axis=1)[is_run]
+        guesses = np.append(inputs[1:], np.int32(-1))
+        guesses[ends - 1] = -1
         noise, starts = self._noise_of(columns)[is_run][None], self._num_tokens - 1
         burst = Burst(inputs, starts, counts, self._tables, np.ones(n, np.int64), noise)
         running = launcher.steps.launch(launcher.cache(Pass()), burst, launcher.params)

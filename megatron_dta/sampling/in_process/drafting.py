@@ -80,8 +80,9 @@ class Drafting:
         """Whether the next round may have drafts. If not, the engine may launch it before it has this one's tokens."""
         return True
 
-    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
-        """A draft (int32, may be empty) of at most ``most[i]`` tokens for each row of a pass."""
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A draft of at most ``most[i]`` tokens for each row of a pass: tokens, int32 [n, width], of which the first
+        ``lengths[i]`` (int64 [n]) are row i's."""
         raise NotImplementedError
 
     def verified(self, done: Round) -> None:
@@ -134,9 +135,8 @@ def drafts_of(plan: Pass, drafting: Drafting, scheduler: Scheduler, most_tokens:
     # One token is sampled after the draft, and it must be within the request's length.
     most = np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
     budget = most_tokens - sum(plan.counts)
-    for i, row, draft in zip(ready, rows, drafting.propose(rows, most), strict=True):
-        length = min(len(draft), budget)
-        if length:
+    for i, row, draft, length in zip(ready, rows, *drafting.propose(rows, most), strict=True):
+        if length := min(int(length), budget):
             length = scheduler.reserve_pages(row, row.num_tokens + length) - row.num_tokens
             drafts[i] = draft[:length]
             budget -= length

@@ -25,7 +25,7 @@ import torch
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.sampling.in_process.drafting import LEAST_TOKENS, NO_DRAFT, Drafting, Round
+from megatron_dta.sampling.in_process.drafting import LEAST_TOKENS, Drafting, Round
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation.clock import DraftingClock, PlainEnd, PlainSchedule
@@ -143,16 +143,15 @@ class SuffixDrafting(Drafting):
     def asks_next(self) -> bool:
         return self._clock is None or self._clock.asks
 
-    def propose(self, rows: Sequence[Request], most: np.ndarray) -> list[np.ndarray]:
+    def propose(self, rows: Sequence[Request], most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._begins and self._clock is not None and not self._clock.goes_on(self._insert_seconds()):
             self._drop_trees()
-            return [NO_DRAFT] * len(rows)
+            return np.zeros((len(rows), 0), np.int32), np.zeros(len(rows), np.int64)
         self._begins = False
         if self._opened[0] != rows:
             self._opened = list(rows), self._open(rows)
         self._proposal = proposal = self._phase.propose(self._opened[1], most)
-        pairs = zip(proposal.tokens, proposal.lengths.tolist(), strict=True)
-        return [row[:length] if length else NO_DRAFT for row, length in pairs]
+        return proposal.tokens, proposal.lengths
 
     def sampled(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
         self._phase.append_sampled(self._proposal, tokens, offsets)

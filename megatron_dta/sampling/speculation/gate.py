@@ -37,22 +37,26 @@ _RENEWAL = 0.3
 """Weight of the newest pass in the moving average ``last_tokens``."""
 
 
-def token_gate(
-    accept: np.ndarray, allowed: np.ndarray, cost: ForwardCost, live: int, sharers: np.ndarray
-) -> np.ndarray:
+def gate_thresholds(cost: ForwardCost, sharers: np.ndarray) -> np.ndarray:
+    """The least probability of a token to be drafted, float64 [n], where ``sharers`` [n] samples share each sample's
+    forwards.
+    """
+    return cost.per_token / (cost.per_token + cost.base / np.maximum(sharers, 1.0))
+
+
+def token_gate(accept: np.ndarray, allowed: np.ndarray, thresholds: np.ndarray, free: int) -> np.ndarray:
     """How many tokens of each draft to verify, int64 [n].
 
     Args:
         accept: float64 [n, width], the probability that positions 0 .. j are accepted; non-increasing along a row.
         allowed: int [n], maximum number of tokens to verify, at most the draft's length.
-        live: sequences in the forward, including those without a draft.
-        sharers: float [n], number of samples that share each sample's forwards.
+        thresholds: see ``gate_thresholds``.
+        free: tokens below the knee besides one of each sequence of the forward.
     """
-    thresholds = cost.per_token / (cost.per_token + cost.base / np.maximum(sharers, 1.0))
     accept, allowed = np.ascontiguousarray(accept), np.ascontiguousarray(allowed, np.int64)
     lengths, filled = np.empty((2, len(accept)), np.int64)
     # Of equally probable tokens, those of the first rows are chosen, so all ranks make the same choice.
-    inputs = accept.ctypes.data, allowed.ctypes.data, thresholds.ctypes.data, max(0, int(cost.knee) - live)
+    inputs = accept.ctypes.data, allowed.ctypes.data, thresholds.ctypes.data, free
     load_library().sf_gate(*accept.shape, *inputs, lengths.ctypes.data, filled.ctypes.data)
     return lengths
 

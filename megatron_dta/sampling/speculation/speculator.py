@@ -26,8 +26,7 @@ import numpy as np
 
 from megatron_dta.sampling.speculation.calibration import AcceptanceTable
 from megatron_dta.sampling.speculation.drafter import Drafter, DrafterParams
-from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
+from megatron_dta.sampling.speculation.gate import SpeculationGate, gate_thresholds, token_gate
 from megatron_dta.sampling.speculation.lengths import CANDIDATES, LengthClass, LengthHistory, completion_probability
 from megatron_dta.sampling.speculation.report import SpeculationReport
 from megatron_dta.sampling.speculation.suffix_forest import Drafts
@@ -82,13 +81,15 @@ class Proposal:
 @dataclass(frozen=True)
 class _Prepared:
     """What drafts of the samples ``slots`` depend on besides their last tokens: numbers of their texts, most tokens of
-    each draft (0: not asked), samples that share each one's forwards, and costs."""
+    each draft (0: not asked), samples that share each one's forwards, what tokens must be worth, and how many cost
+    nothing."""
 
     slots: np.ndarray
     texts: np.ndarray
     caps: np.ndarray
     sharers: np.ndarray
-    cost: ForwardCost
+    thresholds: np.ndarray
+    free: int
 
 
 class Speculator:
@@ -165,7 +166,8 @@ class Speculator:
         # A good draft must gain more than it costs to make.
         can_pay = _USUAL_GAIN * self.drafter.params.draft.width * cost.base / sharers >= cost.draft
         caps = np.where((samples["pause"] <= 0) & can_pay, samples["cap"], 0)
-        return _Prepared(slots, samples["text"].astype(np.uint32), caps, sharers, cost)
+        free = max(0, int(cost.knee) - len(slots))
+        return _Prepared(slots, samples["text"].astype(np.uint32), caps, sharers, gate_thresholds(cost, sharers), free)
 
     def append_sampled(self, proposal: Proposal, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Append the new tokens of a forward before ``record`` (``is_appended``), for the drafts of the next one."""
@@ -285,10 +287,10 @@ class Speculator:
         (live,), width, sharers = drafts.lengths.shape, int(drafts.lengths.max(initial=0)), prepared.sharers
         if not width:
             return np.zeros(live, np.int64)
-        if not self.gate.decides and drafts.lengths.sum() <= prepared.cost.knee - live:
+        if not self.gate.decides and drafts.lengths.sum() <= prepared.free:
             return drafts.lengths.astype(np.int64)
         accept = self.table.probabilities(drafts, width)
-        lengths = token_gate(accept, drafts.lengths, prepared.cost, live, sharers)
+        lengths = token_gate(accept, drafts.lengths, prepared.thresholds, prepared.free)
         if live > (most := _FIRST_DRAFTS + 2 * self.table.verified):
             lengths[np.cumsum(lengths > 0) > most] = 0
         if not self.gate.decides:

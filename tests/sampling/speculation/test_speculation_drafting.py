@@ -174,9 +174,10 @@ def test_a_deterministic_run_drafts_by_no_clock(follows_clock: bool, monkeypatch
             known, limits = rows[0].num_tokens, np.array([len(row.tokens) - row.num_tokens - 1 for row in rows])
             new = np.array([phrase[known % 12]], np.int32)
             for drafting, drafts_of, slow in zip(draftings, drafted, (1.0, 100.0), strict=True):
-                drafts = drafting.propose(rows, limits) if drafting.wants(4) else [NO_DRAFT] * 4
-                drafts_of.append([draft.tolist() for draft in drafts])
-                widths = np.array([len(draft) for draft in drafts])
+                drafts, widths = (
+                    drafting.propose(rows, limits) if drafting.wants(4) else ([NO_DRAFT] * 4, np.zeros(4, int))
+                )
+                drafts_of.append([draft[:width].tolist() for draft, width in zip(drafts, widths, strict=True)])
                 seconds = (slow if widths.any() else 1.0) * 1e-3
                 told = widths if widths.any() else None
                 drafting.verified(Round(list(rows), told, [new] * 4, seconds, 4 + int(widths.sum())))

@@ -7,7 +7,7 @@ from conftest import seed_all
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.speculation.calibration import EDGES, LEAN, AcceptanceTable
 from megatron_dta.sampling.speculation.forward_cost import ForwardCost
-from megatron_dta.sampling.speculation.gate import SpeculationGate, token_gate
+from megatron_dta.sampling.speculation.gate import SpeculationGate, gate_thresholds, token_gate
 from megatron_dta.sampling.speculation.suffix_forest import Drafts
 from rollout_parts.fitted_cost import fitted_cost
 
@@ -23,8 +23,9 @@ def test_gate_by_loops(seed: int, knee: float) -> None:
     accept = np.minimum.accumulate(rng.choice([1.0, 0.9, 0.5, 0.3, 0.05], (n, width)), axis=1)
     allowed, live = rng.integers(0, width + 1, n), n + 4
     sharers = rng.uniform(1, 60, n)
-    lengths = token_gate(accept, allowed, cost, live, sharers)
-    free = sorted((-accept[i, j], i, j) for i in range(n) for j in range(allowed[i]))[: max(0, int(knee) - live)]
+    num_free = max(0, int(knee) - live)
+    lengths = token_gate(accept, allowed, gate_thresholds(cost, sharers), num_free)
+    free = sorted((-accept[i, j], i, j) for i in range(n) for j in range(allowed[i]))[:num_free]
     for i in range(n):
         threshold = cost.per_token / (cost.per_token + cost.base / sharers[i])
         paid = 0
@@ -34,7 +35,7 @@ def test_gate_by_loops(seed: int, knee: float) -> None:
     for live, theta in ((16, 0.06), (64, 0.19), (256, 0.49), (512, 0.66)):
         row = np.linspace(0.99, 0.01, 99)[None]
         linear = ForwardCost(8e-3, 3e-5)
-        last = token_gate(row, np.array([99]), linear, live, np.array([live]))[0] - 1
+        last = token_gate(row, np.array([99]), gate_thresholds(linear, np.array([live])), 0)[0] - 1
         assert row[0, last] == pytest.approx(theta, abs=0.02)
 
 
