@@ -20,7 +20,7 @@ DEEPSEEK = LATENT | dict(
     yarn_original_max_position_embeddings=16, mscale_all_dim=1.0,
 )  # fmt: skip
 EXPERTS = dict(
-    num_layers=3, num_experts=8, moe_router_topk=4, moe_layer_freq="[0]*1+[1]*2", moe_ffn_hidden_size=12,
+    num_layers=2, num_experts=8, moe_router_topk=4, moe_layer_freq="[0]*1+[1]*1", moe_ffn_hidden_size=12,
     moe_shared_expert_intermediate_size=24, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
     moe_router_num_groups=4, moe_router_group_topk=2, moe_router_enable_expert_bias=True,
 )  # fmt: skip

@@ -76,7 +76,7 @@ def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(settings: dict
     """Rows that leave a burst, branches of held requests, caches that grow, drafts, which take eager passes."""
     monkeypatch.setattr(static_latents, "_MOST_POSITIONS", 64)  # so that rows are attended to in parts
     monkeypatch.setattr(pages, "_FIRST_PAGES", 2)
-    model, drive = latent_model(7, torch.float32), Drive(seed=9, prompts=2, depth=1, longest=16)
+    model, drive = latent_model(7, torch.float32), Drive(seed=9, prompts=2, depth=2, longest=20)
     assert "CUDA GPU" in why_not_captured(make_model(7, **DEEPSEEK, disable_bias_linear=True))
     expected = run_forest(started(model), drive)
     poison_pages(monkeypatch)

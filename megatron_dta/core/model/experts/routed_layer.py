@@ -14,6 +14,7 @@ On one rank nothing travels. Parameters, checkpoints and shared experts are Mega
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ class TreeMoELayer(MoELayer):
         return output if shared is None else output + shared, None
 
     def begin(self, context: AttentionContext) -> None:
-        """Tell router and experts of the pass that the layer is about to run."""
-        self.context = self.router.context = context
+        """Tell router and experts of the pass that the layer is about to run; what it holds may go when it ends."""
+        self.context = self.router.context = weakref.proxy(context)
 
     def exchange(self, num_rows: int, context: AttentionContext | None) -> Any:
         """The ``RowExchange`` of a pass with other ranks; None if there are none."""
@@ -99,8 +100,7 @@ class TreeMoELayer(MoELayer):
 class RoutedLayer(TransformerLayer):
     """Megatron's transformer layer, which passes the context to its router and its experts.
 
-    The core attention gets the pass's context as an argument, also in a recomputation. The router and the experts do
-    not, so this layer hands the context to them.
+    The core attention gets it as an argument, also in a recomputation; this layer hands it to the router and experts.
     """
 
     def forward(self, *args: object, **kwargs: object) -> object:
