@@ -44,7 +44,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_hugging_face_in_float32(name: str) -> None:
-    samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=16), seed=13)
+    samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=10), seed=13)
     model = model_config(**MODELS[name])
     weights = (latent_cases.latent_weights if name.startswith("latent") else weights_of)(model, seed=5)
     weights = spread(weights, seed=3) if "mixer" in MODELS[name] and not name.startswith("latent") else weights

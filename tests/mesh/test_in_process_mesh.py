@@ -16,7 +16,7 @@ from sampling_cases import SHAPES, make_model, sampling_config
 from speculation_exact_cases import suffix_drafting
 
 GROUPED = SHAPES["grouped queries, QK-norm, untied"]
-DRIVE = Drive(seed=12, prompts=2, depth=1, longest=10)
+DRIVE = Drive(seed=12, prompts=2, depth=1, longest=8)
 # Responses of 20 to 32 tokens: together they need more pages than there are.
 LONG = 5
 
@@ -89,7 +89,7 @@ def test_latents_give_the_samples_of_one_process(tmp_path):
     expected, expected_long = run_forest(started(model), DRIVE), run_long(started(model, NEVER), LONG)
     meshes = {
         "tp2-sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1),
-        "pp2": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tL"),
+        "pp2": ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tL"),
     }
     jobs = {name: MeshJob(parallel, SETTINGS["small pages"]) for name, parallel in meshes.items()}
     for rank in run_on_ranks(forest_on_rank, (config, weights, jobs), 2, tmp_path / "mesh"):

@@ -15,7 +15,7 @@ MESHES = {
     "tp2": (2, sizes(tp=2), [0]),
     "tp2-sp": (2, sizes(**SP), [0]),
     "dp2-idle-overlap": (2, sizes(overlap_grad_reduce=True, ddp_bucket_size=900), [0, 0]),
-    "pp2": (2, sizes(pp=2, layout="Et*2|tL"), [0]),
+    "pp2": (2, sizes(pp=2, layout="Et|tL"), [0]),
     "pp2-vp2": (2, sizes(pp=2, vpp=2), [0]),
     "ep2": (2, sizes(ep=2), [4, 0]),
     "tp2-ep2": (2, sizes(ep=2, etp=1, **SP), [0]),
@@ -31,7 +31,7 @@ COMBINATIONS = [
 
 WITH_FAULTS = ["deepseek", "adapters"]
 # Planned within MiB: what is kept and recomputed follows from the counted bytes. Segments of 6 tokens.
-MEMORY = {"pp2 limited": ("pp2", "experts", 0.2), "pp2 ample": ("pp2", "experts", 64.0)}
+MEMORY = {"pp2 limited": ("pp2", "experts", 0.14), "pp2 ample": ("pp2", "experts", 64.0)}
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_random_settings_change_no_sample(seed: int, kind: str):
     """Short pools, few rows, pages of a position, bursts of any length."""
     rng = seed_all(1000 + seed)
     model = make_model(seed, torch.float32, **GROUPED | dict(num_layers=1))
-    drive = Drive(int(rng.integers(1000)), prompts=2, depth=2, longest=16)
+    drive = Drive(int(rng.integers(1000)), prompts=2, depth=1, longest=16)
     reference = run_forest(started_plain(model), drive)
     choices = dict(block_size=[1, 2, 3, 8], burst=[2, 5, 16], max_requests=[2, 5, 32], max_tokens=[11, 64])
     settings = STATIC | {name: int(rng.choice(values)) for name, values in choices.items()}

@@ -40,17 +40,17 @@ def stored(folder: Path) -> str:
 
 def test_the_best_checkpoint_stays_and_a_new_start_knows_it(tmp_path: Path) -> None:
     flags = stored(tmp_path)
-    run(f"{flags} --train-iters 24 --save {tmp_path}/straight", MODEL)
+    run(f"{flags} --train-iters 12 --save {tmp_path}/straight", MODEL)
     rows = rows_without_timing(tmp_path / "straight")
     judged = {row["iteration"]: row["eval_loss"] for row in rows if "eval_loss" in row and row["iteration"]}
     best = min(judged, key=judged.__getitem__)
-    assert 0 < best < 24, "the held-out loss must rise again, or nothing is shown"
+    assert 0 < best < 12, "the held-out loss must rise again, or nothing is shown"
     named = json.loads((tmp_path / "straight" / "best_checkpoint.json").read_text())
     assert named == {"checkpoint": f"iter_{best:07d}", "iteration": best, "metric": "eval_loss", "value": judged[best]}
     left = sorted(path.name for path in (tmp_path / "straight").glob("iter_*"))
-    assert left == [f"iter_{best:07d}", "iter_0000024"]
-    for stop in (best - 1, best, best + 1, 24):
-        run_until(stop, f"{flags} --train-iters 24 --save {tmp_path}/stopped", MODEL)
+    assert left == [f"iter_{best:07d}", "iter_0000012"]
+    for stop in (best - 1, best, best + 1, 12):
+        run_until(stop, f"{flags} --train-iters 12 --save {tmp_path}/stopped", MODEL)
     assert rows_without_timing(tmp_path / "stopped") == rows
     assert json.loads((tmp_path / "stopped" / "best_checkpoint.json").read_text()) == named
     assert sorted(path.name for path in (tmp_path / "stopped").glob("iter_*")) == left

@@ -38,9 +38,9 @@ QWEN2_MOE = {
 GPT_MOE = {"normalization": "LayerNorm", "swiglu": False, "num_experts": 3, "moe_router_topk": 3}
 BALANCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
 QWEN3_BALANCED = QWEN3_MOE | BALANCE
-DEEPSEEK_BALANCED = DEEPSEEK | BALANCE
+DEEPSEEK_BALANCED = DEEPSEEK | BALANCE | {"num_layers": 2, "moe_layer_freq": "[0,1]"}
 MODELS = {"qwen3": QWEN3_MOE, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen2": QWEN2_MOE, "gpt": GPT_MOE}
-BALANCED_MODELS = MODELS | {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK_BALANCED}
+BALANCED_MODELS = MODELS | {"qwen3-balanced": QWEN3_BALANCED, "deepseek-balanced": DEEPSEEK | BALANCE}
 CUTS = [("dense", 9, None), ("dense", 64, 0), ("packed", 30, None), ("packed", 30, 0), ("dta", 6, 12), ("dta", 9, 0)]
 
 

@@ -26,7 +26,7 @@ FULL = {"recompute_granularity": "full"}
 EXPERTS = QWEN3_MOE | {"num_experts": 4}
 BEFORE = EXPERTS | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5}
 # Routing by sigmoid, in groups, with biases and auxiliary losses, beside a dense layer.
-BALANCED = DEEPSEEK_BALANCED | {"moe_shared_expert_intermediate_size": None, "num_layers": 2, "moe_layer_freq": "[0,1]"}
+BALANCED = DEEPSEEK_BALANCED | {"moe_shared_expert_intermediate_size": None}
 
 
 def wrapped_with_kernels(*arguments: object) -> Wrapped:
