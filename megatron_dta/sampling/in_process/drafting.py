@@ -27,6 +27,8 @@ NO_DRAFT = np.zeros(0, np.int32)
 _NO_GUESS = np.full(1, -1, np.int32)
 LEAST_TOKENS = 128
 """Tokens of the smallest captured pass with drafts."""
+FREE_TOKENS = 256
+"""Tokens of a pass up to which more of them cost less than another round, which takes the host longer than the GPU."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 
 from megatron_dta.common.keyed_random import Domain
 from megatron_dta.core.model.parallel.mesh import current_mesh
-from megatron_dta.sampling.in_process.drafting import LEAST_TOKENS, Drafting, Round
+from megatron_dta.sampling.in_process.drafting import FREE_TOKENS, Drafting, Round
 from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.speculation.clock import DraftingClock, PlainEnd, PlainSchedule
@@ -70,7 +70,7 @@ class SuffixDrafting(Drafting):
         self._phase = speculator  # the speculator of the present phase
         self._begins = True  # the phase has had no drafts
         self._policy_version: int | None = None
-        speculator.gate.decides, speculator.gate.free_tokens = not follows_clock, LEAST_TOKENS * follows_clock
+        speculator.gate.decides, speculator.gate.free_tokens = not follows_clock, FREE_TOKENS * follows_clock
         self._clock = DraftingClock() if follows_clock else None
         self._is_shared = self._evaluates = False
         self._slots: dict[Request, int] = {}
