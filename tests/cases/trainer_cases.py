@@ -14,7 +14,7 @@ from megatron_dta.wiring.setup import build_trainer
 
 VOCABULARY = 17
 MODEL = (
-    "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
+    "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --swiglu --disable-bias-linear "
     f"--max-position-embeddings 32 --vocab-size {VOCABULARY} --lr 1e-2"
 )
 

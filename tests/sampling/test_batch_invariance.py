@@ -42,7 +42,7 @@ def test_sampler_and_trainer_agree_bit_for_bit(shape: str, dtype: torch.dtype):
     seed_all(len(shape))
     model = make_model(3, dtype, batch_invariant_mode=True, **MODELS[shape])
     assert is_batch_invariant()
-    drive = Drive(seed=len(shape), prompts=2, longest=24, depth=1)
+    drive = Drive(seed=len(shape), prompts=2, longest=16, depth=1)
     results = run_forest(started(model, **SETTINGS[0]), drive)
     assert len(results) > 10
     for number, settings in enumerate((*SETTINGS[1:], dict(drafting=Adversary("mixed", answers_of(results), 1)))):

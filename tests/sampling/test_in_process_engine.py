@@ -187,7 +187,6 @@ def test_bfloat16_logprobs_are_as_near_to_float32_as_the_trainers():
         trained, expected = (np.concatenate(trainers_logprobs(m, samples, dense)) for m in (model, exact))
         ratios.append(np.abs(sampled - expected).mean() / np.abs(trained - expected).mean())
         assert np.abs(sampled - expected).max() > 1e-4
-    print(f"distance of the sampler over dense training's: {ratios}")
     assert np.mean(ratios) <= 1 + 2 * np.std(ratios, ddof=1) / len(ratios) ** 0.5 + 0.02
 
 

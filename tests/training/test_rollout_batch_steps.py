@@ -32,7 +32,7 @@ def reward(prompt, response, token_ids):
 def even(prompt, response, token_ids):
     return sum(token_ids) % 2
 """
-COMMON = "--num-layers 1 --rollout-batch-size 4 --n-samples-per-prompt 5 --rollout-max-response-len 6 --train-iters 4 "
+COMMON = "--rollout-batch-size 4 --n-samples-per-prompt 5 --rollout-max-response-len 6 --train-iters 4 "
 FILTERS = "--num-steps-per-rollout 2 --task arithmetic --arithmetic-max-operand 3 "
 
 
@@ -86,7 +86,7 @@ def test_the_reference_of_a_continued_run_is_what_it_started_from(tmp_path: Path
 
 
 TASK = (
-    "--num-layers 1 --task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
+    "--task arithmetic --arithmetic-max-operand 3 --rollout-batch-size 4 --n-samples-per-prompt 3 "
     "--rollout-max-response-len 4 --num-steps-per-rollout 2 --train-iters 7"
 )
 

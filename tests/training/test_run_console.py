@@ -129,7 +129,7 @@ def test_what_runs_is_said_before_the_first_step(tmp_path: Path) -> None:
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     assert 0 < trained < count
-    assert lines["model"].startswith(f"{count:,} parameters, {trained:,} trained, float32; 2 layers of 24")
+    assert lines["model"].startswith(f"{count:,} parameters, {trained:,} trained, float32; 1 layers of 24")
     assert "1 process" in lines["devices"]
     assert "tensor 1, pipeline 1, data 1" in lines["mesh"]
     assert lines["starting"] == "from random weights, seed 1234"

@@ -14,8 +14,8 @@ from megatron_dta.core.rollouts.load import write_rollouts
 from mesh_worker import run_on_ranks
 from trainer_cases import MODEL, make_rollouts
 
-# Heads that two ranks can share.
-SHAPE = MODEL.replace("--num-attention-heads 3", "--num-attention-heads 4 --num-query-groups 2")
+# Layers and heads that two ranks can share.
+SHAPE = MODEL.replace("--num-layers 1", "--num-layers 2").replace("heads 3", "heads 4 --num-query-groups 2")
 STORED = f"{SHAPE} --global-batch-size 8 --train-iters 3 --tree-segment-tokens 18 --untie-embeddings-and-output-weights"
 GRPO = "--kl-loss-coef 0.05 --old-logprobs recompute --entropy-coef 0.01 --eval-interval 2"
 SAMPLED = (

@@ -76,8 +76,8 @@ def test_a_started_run(tmp_path: Path) -> None:
     assert "--clip-grad: 1.0 before, 2.0 now" in text
     assert "--dry-run" not in text
     assert "nothing is left to train" in "\n".join(check(flags))
-    with pytest.raises(InputError, match="checkpoint of another model: --num-layers is 2 there and 3 here"):
-        check(flags, MODEL.replace("--num-layers 2", "--num-layers 3"))
+    with pytest.raises(InputError, match="checkpoint of another model: --num-layers is 1 there and 3 here"):
+        check(flags, MODEL.replace("--num-layers 1", "--num-layers 3"))
     (tmp_path / "run" / "iter_0000003" / ".metadata").write_bytes(b"\x80nonsense")
     with pytest.raises(InputError, match="cannot be read"):
         check(flags)
@@ -88,7 +88,8 @@ def test_sampled_rollouts_and_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "of 4 to 4 tokens" in line_of(lines, "prompts")
     assert "further models" in line_of(lines, "memory")
     monkeypatch.setenv("WORLD_SIZE", "12")
-    lines = check(f"{SAMPLED} --ffn-hidden-size 66 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 3")
+    ranks = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 3"
+    lines = check(f"{SAMPLED} --num-layers 2 --ffn-hidden-size 66 {ranks}")
     assert line_of(lines, "mesh").endswith("12 processes: tensor 3, pipeline 2, data 2; layers of stages [1, 1]")
     with pytest.raises(InputError, match="--tensor-model-parallel-size 2 does not divide"):
         check(f"{SAMPLED} --tensor-model-parallel-size 2")
