@@ -5,7 +5,7 @@ mesh, or served by ``megatron-dta teacher`` from other processes with a mesh of 
 computes the prefix tree of its samples in one forward-only pass, planned for its own shape.
 
     full-vocabulary   hidden states of the teacher at every row go to the host; in the training pass its logits are
-                      computed from them along with the policy's, chunk by chunk (``engine.teacher_pass``). This happens
+                      computed from them along with the policy's, chunk by chunk (``teacher_pass``). This happens
                       right before a step is trained, so checkpoints hold nothing of it.
     sampled-tokens    logprobs of the sampled tokens; coef * (log q - log p) is added to the advantage of each token.
                       This is the gradient of the reverse KL divergence on samples of the policy.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,13 +27,13 @@ from megatron_dta.common.http.session import http_parts
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.config import ModelConfig, TreeConfig
 from megatron_dta.core.engine import TreeBatch, TreeEngine, prepare_batch
-from megatron_dta.core.engine.batch import TeacherTarget
 from megatron_dta.core.model.kernel_types import Head
 from megatron_dta.core.planning.step.sample import TrainingSample
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.training.config import DistillationConfig, TrainConfig
 from megatron_dta.training.config.distillation import is_address
 from megatron_dta.training.huggingface.config.config import settings_from_hf
+from megatron_dta.training.teacher_pass import TeacherPass, TeacherTarget
 from megatron_dta.training.weights.offload import HostStorages
 
 # Settings of the policy that its teachers share; everything else follows from their config.json.
@@ -186,7 +187,7 @@ class Teachers:
             if states is not None:
                 target = replace(target, states=states[torch.from_numpy(target.rows_there)], head=teacher.head())
             targets.append(target)
-        return replace(batch, teachers=tuple(targets))
+        return replace(batch, teachers=partial(TeacherPass, targets) if targets else None)
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[tuple[int, list[int]]]:
         """The samples of each teacher; teachers without samples on this rank have an empty share, so that all ranks

@@ -6,9 +6,9 @@ an earlier pass computed. Fields cover trained tokens only; they are flat, in se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,31 +19,7 @@ from megatron_dta.core.planning.step.plan import StepPlan
 from megatron_dta.core.planning.step.sample import FIELDS, TrainingSample
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_dta.core.config import TreeConfig
-    from megatron_dta.core.model.kernel_types import Head
-
-
-@dataclass(frozen=True)
-class TeacherTarget:
-    """A teacher at rows of a plan.
-
-    Attributes:
-        rows: int64 [U], ascending.
-        weights: float64 [U], derivative of the step's loss by the divergence of each row.
-        counts: int64 [U], pairs that count at each row, for the mean.
-        rows_there: int64 [U], the teacher's own row of each.
-        states: [U, D], hidden states of the teacher there, on the host; None on ranks without the last stage.
-        head: its output weight there.
-    """
-
-    rows: np.ndarray
-    weights: np.ndarray
-    counts: np.ndarray
-    rows_there: np.ndarray
-    states: Tensor | None = None
-    head: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +35,8 @@ class TreeBatch:
         sequences: int64 [Q], number of each sequence in the whole step.
         preference_pairs: int64 [K, 2], paired sequences by these numbers; None if the objective has no pairs.
         routed_experts: int16 [stream tokens, L, K], see ``TrainingSample``; None if no sample has them.
-        teachers: teachers whose divergence is part of the loss.
+        teachers: (plan on the device, dtype, device, context group) -> the pass that adds the divergences from teachers
+            to the loss (``training.teacher_pass``); None if there are none.
     """
 
     plan: StepPlan
@@ -70,7 +47,7 @@ class TreeBatch:
     sequences: np.ndarray | None = None
     preference_pairs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
-    teachers: tuple[TeacherTarget, ...] = ()
+    teachers: Callable[..., Any] | None = None
 
     def with_fields(self, **fields: Sequence[np.ndarray]) -> TreeBatch:
         """The same batch with the given fields replaced; each field is one array [T] per sequence."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from megatron_dta.core.engine.expert_pass import ExpertPass
     from megatron_dta.core.engine.op_clock import OpClock
     from megatron_dta.core.engine.stage_transport import StageTransport
-    from megatron_dta.core.engine.teacher_pass import TeacherPass
     from megatron_dta.core.model.hybrid.segment_states import StepStates
 
 
@@ -79,7 +78,9 @@ class StageRun:
         )
         dtype = accumulation_dtype(model.dtype)
         self._make_loss = partial(LossPass, batch, self.plan, objective, dtype, model.device, model.context_group)
-        self.teachers = self._teacher_pass(batch, dtype) if self.training and batch.teachers else None
+        self.teachers = None
+        if self.training and batch.teachers is not None:
+            self.teachers = batch.teachers(self.plan, dtype, model.device, model.context_group)
         # Hidden states of all rows, on the host: the only result of a pass that keeps them.
         self.row_states: Tensor | None = None
         self.experts = self._expert_passes(batch)
@@ -99,11 +100,6 @@ class StageRun:
     def loss(self) -> LossPass:
         """Made when it is first needed, while the device runs the first forward."""
         return self._make_loss()
-
-    def _teacher_pass(self, batch: TreeBatch, dtype: torch.dtype) -> TeacherPass:
-        from megatron_dta.core.engine.teacher_pass import TeacherPass
-
-        return TeacherPass(batch.teachers, self.plan, dtype, self.model.device, self.model.context_group)
 
     @cached_property
     def transport(self) -> StageTransport | None:

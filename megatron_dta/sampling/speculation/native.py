@@ -38,7 +38,7 @@ _SIGNATURES = {
     "sf_extend": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT]),
     "sf_finish": (_INT, [_POINTER, _UINT]),
     "sf_remove": (_INT, [_POINTER, _UINT]),
-    "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, *[_DOUBLE] * 3, *[_POINTER] * 7]),
+    "sf_draft": (_INT, [_POINTER, _INT, _POINTER, _POINTER, _INT, *[_DOUBLE] * 3, *[_POINTER] * 5]),
     "sf_accept": (None, [*[_INT] * 3, *[_POINTER] * 7]),
     "sf_learn": (None, [*[_INT] * 2, *[_POINTER] * 9]),
     "sf_gate": (None, [*[_INT] * 2, *[_POINTER] * 3, ctypes.c_int64, *[_POINTER] * 2]),

@@ -217,7 +217,7 @@ static int32_t allowed_after(const Forest *f, uint32_t match, int32_t cap, doubl
 /* Drafts for n texts from their own last tokens. Arrays of [n] and, row by row, [n, width]. */
 int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *most, int32_t width, double factor,
                  double offset, double least, int32_t *tokens, double *probabilities, int32_t *lengths,
-                 int32_t *matches, int32_t *trees, int32_t *supports, double *scores) {
+                 int32_t *matches, int32_t *supports) {
     Forest *f = forest;
     int32_t walk_tokens[MAX_DEPTH];
     double walk_probabilities[MAX_DEPTH];
@@ -258,9 +258,7 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
         }
         lengths[i] = best.length;
         matches[i] = best.match;
-        trees[i] = best.tree;
         supports[i] = best.support;
-        scores[i] = best.score;
     }
     return 0;
 }

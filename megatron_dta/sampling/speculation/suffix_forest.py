@@ -54,25 +54,19 @@ class Drafts:
         probabilities: float64 [n, width], products of the count ratios; non-increasing along a row.
         lengths: int32 [n], 0 without a draft.
         matches: int32 [n], tokens of the matched context.
-        trees: int32 [n], which of the text's trees the draft comes from, 0 or 1; -1 without a draft.
-        supports: int32 [n], occurrences of the match in that tree.
-        scores: float64 [n], sums of the probabilities.
+        supports: int32 [n], occurrences of the match in the draft's tree.
     """
 
     tokens: np.ndarray
     probabilities: np.ndarray
     lengths: np.ndarray
     matches: np.ndarray
-    trees: np.ndarray
     supports: np.ndarray
-    scores: np.ndarray
 
     @classmethod
     def unwritten(cls, rows: int, width: int) -> Drafts:
-        """Drafts of ``rows`` texts, whose lengths, matches, trees, supports and scores are undefined."""
-        lengths, matches, trees, supports = np.empty((4, rows), np.int32)
-        tokens, probabilities = np.zeros((rows, width), np.int32), np.zeros((rows, width))
-        return cls(tokens, probabilities, lengths, matches, trees, supports, np.empty(rows))
+        """Drafts of ``rows`` texts, whose lengths, matches and supports are undefined."""
+        return cls(np.zeros((rows, width), np.int32), np.zeros((rows, width)), *np.empty((3, rows), np.int32))
 
 
 class SuffixForest:
@@ -123,9 +117,7 @@ class SuffixForest:
         """Continuations of the texts (uint32 [n]), of up to ``most`` (int32 [n]) tokens each."""
         texts, most = np.ascontiguousarray(texts, np.uint32), np.ascontiguousarray(most, np.int32)
         drafts = Drafts.unwritten(len(texts), params.width)
-        of_rows = drafts.lengths.ctypes.data
-        outputs = drafts.tokens.ctypes.data, drafts.probabilities.ctypes.data
-        outputs += (*(of_rows + 4 * len(texts) * i for i in range(4)), drafts.scores.ctypes.data)
+        outputs = (array.ctypes.data for array in vars(drafts).values())
         inputs = len(texts), texts.ctypes.data, most.ctypes.data, params.width, params.factor, params.offset
         _check_status(self._library.sf_draft(self._forest, *inputs, params.min_probability, *outputs))
         return drafts

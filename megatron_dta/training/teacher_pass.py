@@ -16,19 +16,40 @@ Legend: U rows that a teacher scores, D its hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dta.core.engine.batch import TeacherTarget
 from megatron_dta.core.engine.device_plan import DevicePlan
 from megatron_dta.core.engine.loss_pass import LossPass
-from megatron_dta.core.model.kernel_types import TeacherRows
+from megatron_dta.core.model.kernel_types import Head, TeacherRows
 from megatron_dta.core.model.parallel.context_group import ContextGroup
 from megatron_dta.core.model.tree_model import TreeGPTModel
 
 METRIC = "teacher_kl"
+
+
+@dataclass(frozen=True)
+class TeacherTarget:
+    """A teacher at rows of a plan.
+
+    Attributes:
+        rows: int64 [U], ascending.
+        weights: float64 [U], derivative of the step's loss by the divergence of each row.
+        counts: int64 [U], pairs that count at each row, for the mean.
+        rows_there: int64 [U], the teacher's own row of each.
+        states: [U, D], hidden states of the teacher there, on the host; None on ranks without the last stage.
+        head: its output weight there.
+    """
+
+    rows: np.ndarray
+    weights: np.ndarray
+    counts: np.ndarray
+    rows_there: np.ndarray
+    states: Tensor | None = None
+    head: Head | None = None
 
 
 class TeacherPass:
