@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.precision_report import report_precision
-from conftest import rollout_file, seed_all
+from conftest import REPOSITORY, seed_all
 from megatron_dta.extras.parity import Outcome
 
 
@@ -82,8 +82,7 @@ def run(tool, monkeypatch: pytest.MonkeyPatch, capsys, *arguments: object) -> di
 
 
 def test_bfloat16_beside_float32(tool, monkeypatch, capsys, tmp_path: Path) -> None:
-    file = rollout_file("math_qwen25_8x100.npz")
-    small = ("--max-sequences", 2, "--max-length", 90, "--tree-segment-tokens", 32)
+    file, small = REPOSITORY / "examples" / "rollouts.example.jsonl", ("--max-sequences", 5, "--tree-segment-tokens", 8)
     printed = run(tool, monkeypatch, capsys, file, *small, "--reference", "fp32", "--output", tmp_path / "all.json")
     (row,) = printed["candidates"]
     assert (printed["reference"], row["candidate"]) == ("fp32 local", "bf16 local")

@@ -84,7 +84,7 @@ def test_small_file(tmp_path: Path) -> None:
 def test_recorded_math() -> None:
     """The figures that the method is expected to reach on the real set."""
     path = rollout_file("math_qwen25_8x100.npz")
-    wide = TOOL.json(path, "--stop-degenerate", "--live-batch", 195, "--max-sequences", 400)
+    wide = TOOL.json(path, "--stop-degenerate", "--live-batch", 95, "--max-sequences", 200)
     assert wide["tokens_per_forward"] >= 2.4
     assert wide["makespan_saved"] >= 0.40
     assert wide["makespan_saved_cold"] > 0.2
