@@ -153,6 +153,8 @@ class _ListScheduler:
         virtual = stages * pipeline.num_model_chunks
         self.pipeline, self.policy, self.urgency = pipeline, policy, policy.urgency
         self.path_tokens = longest_path_tokens(pipeline.parents, pipeline.lengths)
+        # Virtual stages of each rank, the last one first.
+        self.of_rank = [range(virtual - stages + stage, -1, -stages) for stage in range(stages)]
         # End of each forward and backward on each virtual stage, known once the op has begun.
         self.forward_end = [[NEVER] * count for _ in range(virtual)]
         self.backward_end = [[NEVER] * count for _ in range(virtual)]
@@ -217,15 +219,15 @@ class _ListScheduler:
         Among ready backwards this is the most urgent one, or that of the last virtual stage without an ``Urgency``. If
         none is ready, it is the one that becomes ready first.
         """
-        pipeline = self.pipeline
+        order, last = self.pipeline.backwards, len(self.forwards) - 1
         best, best_ready, best_rank = -1, NEVER, 0.0
-        last = len(self.forwards) - 1
-        for v in range(last - (pipeline.num_stages - 1 - stage), -1, -pipeline.num_stages):
+        for v in self.of_rank[stage]:
             done = self.backwards[v]
-            if done == len(pipeline.backwards) or pipeline.backwards[done] >= self.forwards[v]:
+            if done == len(order) or order[done] >= self.forwards[v]:
                 continue
-            ready = now if v == last else max(now, self.backward_end[v + 1][pipeline.backwards[done]])
-            rank = 0.0 if self.urgency is None else self._urgency_of_backward(v)
+            arrived = now if v == last else self.backward_end[v + 1][order[done]]
+            ready = arrived if arrived > now else now
+            rank = 0.0 if self.urgency is None else self.urgency.backward[v][order[done]]
             if ready < best_ready or (ready == best_ready and rank < best_rank):
                 best, best_ready, best_rank = v, ready, rank
         return best, best_ready
@@ -234,12 +236,13 @@ class _ListScheduler:
         """Virtual stage of the next forward that has room, and the time at which it can begin."""
         pipeline = self.pipeline
         best, best_ready, best_rank = -1, NEVER, 0.0
-        for v in range((pipeline.num_model_chunks - 1) * pipeline.num_stages + stage, -1, -pipeline.num_stages):
+        for v in self.of_rank[stage]:
             segment = self.forwards[v]
             if segment == len(pipeline.parents):
                 continue
-            ready = now if v == 0 else max(now, self.forward_end[v - 1][segment])
-            rank = 0.0 if self.urgency is None else self._urgency_of_forward(v)
+            arrived = now if v == 0 else self.forward_end[v - 1][segment]
+            ready = arrived if arrived > now else now
+            rank = 0.0 if self.urgency is None else self.urgency.forward[v][segment]
             better = ready < best_ready or (ready == best_ready and rank < best_rank)
             if better and self._has_room(stage, v, pipeline.lengths[segment]):
                 best, best_ready, best_rank = v, ready, rank
@@ -251,7 +254,7 @@ class _ListScheduler:
         if pipeline.num_model_chunks == 1:
             return alive[v] + length <= pipeline.limits[stage]
         total = max(alive[v] + length, self.path_tokens)
-        for other in range(stage, len(alive), pipeline.num_stages):
+        for other in self.of_rank[stage]:
             if other != v:
                 total += max(alive[other], self.path_tokens)
         return total <= pipeline.limits[stage]

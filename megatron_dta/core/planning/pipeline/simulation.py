@@ -92,7 +92,9 @@ def simulate(
         ValueError: the costs have another shape, or the schedule deadlocks.
     """
     parents = np.asarray(segment_parent).tolist()
-    _check_costs(costs, schedule.num_virtual_stages, len(parents))
+    if np.shape(costs.forward) != (schedule.num_virtual_stages, len(parents)):
+        shape = f"{schedule.num_virtual_stages} virtual stages and {len(parents)} segments"
+        raise ValueError(f"costs of shape {np.shape(costs.forward)} are not for {shape}")
     times = op_times(costs)
     last = schedule.num_virtual_stages - 1
     # End of each op, None before it ran. ``open_children`` counts the children whose backward has not run.
@@ -150,15 +152,6 @@ def simulate(
             op = ops[len(starts[stage])]
             raise ValueError(f"{op.kind.value} of segment {op.segment} on stage {stage}, chunk {op.chunk}, never runs")
     return Timeline([np.asarray(times) for times in starts], [np.asarray(times) for times in ends])
-
-
-def _check_costs(costs: PipelineCosts, num_virtual_stages: int, num_segments: int) -> None:
-    shape = np.shape(costs.forward)
-    if shape != (num_virtual_stages, num_segments):
-        raise ValueError(
-            f"costs are for {shape[0]} virtual stages and {shape[1]} segments, not for "
-            f"{num_virtual_stages} and {num_segments}"
-        )
 
 
 def op_times(costs: PipelineCosts) -> dict[OpKind, list[list[float]]]:

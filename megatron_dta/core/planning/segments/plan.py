@@ -278,6 +278,7 @@ def root_paths(segments: SegmentPlan) -> RootPaths:
 class OpKind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
+    __hash__ = object.__hash__  # in C
 
 
 class Op(NamedTuple):
