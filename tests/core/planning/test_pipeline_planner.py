@@ -87,7 +87,7 @@ def test_unequal_costs_beat_the_static_schedule(shape: str) -> None:
     """Lengths of 0.2 to 1: near the ideal within the static schedule's own in-flight tokens and half of P more."""
     rng = seed_all(7)
     static, planned = [], []
-    for _ in range(4):
+    for _ in range(2):
         parents, lengths = random_tree(rng, 120, shape), rng.integers(200, 1001, 120)
         costs = PipelineCosts(np.tile(lengths, (4, 1)).astype(float), np.tile(2 * lengths, (4, 1)).astype(float))
         schedule = tree_1f1b(parents, 4)

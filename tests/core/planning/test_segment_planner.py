@@ -83,7 +83,7 @@ def check_execution(plan: SegmentPlan, ancestors: list[set[int]], budget: int) -
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_of_random_forests(seed: int) -> None:
     rng = seed_all(seed)
-    for _ in range(20):
+    for _ in range(12):
         sequences = random_sequences(rng, int(rng.integers(1, 12)), int(rng.integers(1, 4)), int(rng.integers(1, 9)))
         tree = build_prefix_tree(sequences)
         segment_tokens = int(rng.integers(1, 10))

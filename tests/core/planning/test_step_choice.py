@@ -185,7 +185,7 @@ def test_what_a_refusal_asks_for_suffices(seed: int, monkeypatch: pytest.MonkeyP
         plan_step(samples, "dta", pipeline=replace(shape, memory=replace(shape.memory, gib=least - 0.02)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_choice_against_all_sizes_and_budgets(seed: int) -> None:
     rng = seed_all(seed)
     samples = random_samples(rng, int(rng.integers(4, 14)), 50)
