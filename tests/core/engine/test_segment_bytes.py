@@ -71,8 +71,8 @@ def samples_of(generator: np.random.Generator) -> list[TrainingSample]:
 )
 def test_no_op_holds_more_than_is_counted(settings, activation_tokens, monkeypatch):
     # Sums of weights' gradients, of which there are few beside the tokens of training, are in what is fixed.
-    monkeypatch.setattr(rms_norm, "_MAX_PROGRAMS", 1)
-    monkeypatch.setattr(qkv_rope, "_MAX_PROGRAMS", 1)
+    monkeypatch.setattr(rms_norm, "_MAX_PROGRAMS", 3)
+    monkeypatch.setattr(qkv_rope, "_MAX_PROGRAMS", 3)
     # Tiles of float32.
     monkeypatch.setattr(segment_bytes, "TILE_TOKENS", 16)
     monkeypatch.setattr(segment_bytes, "TILE_KEYS", 32)
@@ -106,8 +106,8 @@ def test_no_op_of_an_expert_rank_holds_more_than_is_counted(mesh, tmp_path):
 def _check_rank(rank: int, argument: tuple) -> list[float]:
     *argument, parallel = argument
     with (
-        mock.patch.object(rms_norm, "_MAX_PROGRAMS", 1),
-        mock.patch.object(qkv_rope, "_MAX_PROGRAMS", 1),
+        mock.patch.object(rms_norm, "_MAX_PROGRAMS", 3),
+        mock.patch.object(qkv_rope, "_MAX_PROGRAMS", 3),
         mock.patch.object(segment_bytes, "TILE_TOKENS", 16),
         mock.patch.object(segment_bytes, "TILE_KEYS", 32),
         # Few rows have room for the largest possible number of them in all layers: all experts of all tokens.
