@@ -2,11 +2,15 @@
 and writes to pages that the processes share.
 """
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
 import os
+import re
+import types
 import weakref
 
 gc.disable()
@@ -52,11 +56,27 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.make_quick()
     quick_interpreter.rewrite_kernels()
 
+
+def _join_pages() -> None:
+    """Put the memory on pages of 2 MiB where the system can: a fork then copies, and an end takes down, a few hundred
+    entries in place of ninety thousand."""
+    advise, size, collapse = ctypes.CDLL(None).madvise, 2 << 20, 25  # MADV_COLLAPSE, of Linux 6.1
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        for begin, end in re.findall(r"^(\w+)-(\w+) rw-p 0{8} 00:00 0 ", maps.read(), re.MULTILINE):
+            first, last = -(-int(begin, 16) // size) * size, int(end, 16) // size * size
+            if first < last:
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), collapse)
+
+
 # What these modules made ends with the server; each forked process would take it down again, in 20 ms.
 for finalizer in list(weakref.finalize._registry):
     finalizer.atexit = False
+for function in gc.get_objects():
+    if isinstance(function, types.FunctionType) and function.__code__.co_filename == "<internal>":
+        atexit.unregister(function)  # Triton's, which clears the caches of typing: 10 ms, too
 
 gc.collect()
 gc.freeze()
+_join_pages()
 gc.set_threshold(20_000, 20, 50)
 gc.enable()

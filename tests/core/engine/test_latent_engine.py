@@ -32,7 +32,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def references():
-    samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=12), seed=13)
+    samples = random_training_samples(branching_sequences(seed_all(13), count=6, longest=10), seed=13)
     cases = {}
     for name, settings in (MODELS | ADAPTED).items():
         model = model_config(**settings)

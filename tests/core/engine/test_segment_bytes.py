@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from conftest import seed_all
