@@ -47,21 +47,9 @@ def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, nam
 
 def test_hybrid_models_on_real_rollouts(tool, monkeypatch, capsys, tmp_path):
     """Qwen3.5's shape in small: three layers of gated delta net, then one with gated attention."""
-    config = dict(
-        architectures=["Qwen3_5ForCausalLM"],
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        vocab_size=99,
-        initializer_range=0.1,
-    )
+    config = dict(architectures=["Qwen3_5ForCausalLM"], vocab_size=99, initializer_range=0.1, hidden_size=32)
+    config |= dict(intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config |= dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
     (tmp_path / "config.json").write_text(json.dumps(config))
     cut = ["--max-sequences", "4", "--max-length", "30", "--hf-checkpoint", str(tmp_path)]
     # The terms of a decay's gradient cancel: in float32 transformers' own error against float64 is above 1e-5.

@@ -60,12 +60,8 @@ def test_the_best_mesh_is_a_command_that_training_takes(monkeypatch: pytest.Monk
     assert config.parallel.pipeline_model_parallel_size == mesh["pipeline"]
     assert config.tree.tree_segment_tokens == values["best"][0]["tree_segment_tokens"]
     assert slurm.startswith("slurm/submit.sh train --nodes 2 --gpus-per-node 8 ")
-    job = subprocess.run(
-        ["bash", "slurm/submit.sh", "--dry-run", *shlex.split(slurm)[1:]],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    submit = ["bash", "slurm/submit.sh", "--dry-run", *shlex.split(slurm)[1:]]
+    job = subprocess.run(submit, cwd=REPOSITORY, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
     assert "train.sbatch --bf16" in job.stdout
 
