@@ -13,7 +13,8 @@ from mesh_worker import run_on_ranks
 
 DP2 = ParallelConfig()
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
-EXPERTS = replace(MODEL, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
+LAYER = replace(MODEL, num_layers=1)
+EXPERTS = replace(LAYER, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
 EP2 = ParallelConfig(expert_model_parallel_size=2, use_distributed_optimizer=True)
 
 
@@ -25,9 +26,9 @@ def written_by(folder: Path, num_ranks: int) -> np.ndarray:
 
 def test_two_ranks_write_the_same_as_one(tmp_path: Path) -> None:
     cases = {
-        "replicated": (DP2, MODEL),
-        "sharded": (SHARDED, MODEL),
-        "bf16": (replace(SHARDED, ddp_bucket_size=300), in_bf16(MODEL)),
+        "replicated": (DP2, LAYER),
+        "sharded": (SHARDED, LAYER),
+        "bf16": (replace(SHARDED, ddp_bucket_size=300), in_bf16(LAYER)),
         "experts": (EP2, EXPERTS),
     }
     stretches = [Stretch(parallel, 3, tmp_path / name, model=model) for name, (parallel, model) in cases.items()]

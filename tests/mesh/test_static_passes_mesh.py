@@ -56,7 +56,7 @@ def test_static_passes_give_the_samples_of_one_process(tmp_path, architecture, j
     model = fused_model(architecture, num_layers=1)
     dtype, shape = MODELS[architecture]
     config = sampling_config(dtype, **FUSED | shape | dict(num_layers=1))
-    drive = Drive(seed=17, prompts=prompts, depth=1, longest=8)
+    drive = Drive(seed=17, prompts=prompts, depth=1, longest=6)
     with mock.patch.object(type(model), "decodes_directly", False):
         expected = run_forest(started(model, attention_impl="triton"), drive)
     jobs = {name: JOBS[name] for name in jobs}

@@ -1,6 +1,7 @@
 """Runs on several meshes, each continuing another one's checkpoint, and the tensors of their checkpoints."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ def stretches(folder: Path, cases: Cases, *legs: tuple[ParallelConfig, str, str 
     ]
 
 
+@cache
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole, without the rows that pad the vocabulary."""
     return {
