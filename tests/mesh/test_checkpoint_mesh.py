@@ -63,10 +63,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", WITH_EXPERTS)
-@pytest.mark.parametrize(
-    ("actual", "expected"),
-    [("ep2-4", "one-4"), ("ep2-dp2", "one-6"), ("ep2-one", "one-6")],
-)
+@pytest.mark.parametrize(("actual", "expected"), [("ep2-4", "one-4"), ("ep2-dp2", "one-6"), ("ep2-one", "one-6")])
 def test_every_division_of_the_experts_goes_on_alike(experts: Path, case: str, actual: str, expected: str) -> None:
     assert_same_tensors(experts / case / actual, experts / case / expected)
 

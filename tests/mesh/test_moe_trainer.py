@@ -7,7 +7,7 @@ import pytest
 
 from conftest import seed_all
 from megatron_dta.core.rollouts.load import load_rollouts, write_rollouts
-from mesh_trainer_cases import EXPERTS, SAMPLED, SHARDED, STORED, _compare, train_on_rank, write_stored
+from mesh_trainer_cases import EXPERTS, SAMPLED, SHARDED, STORED, _compare, job, train_on_rank, write_stored
 from mesh_worker import run_on_ranks
 from resume_cases import rows_without_timing
 
@@ -21,16 +21,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     half = stored.replace("--train-iters 3", "--train-iters 2")
     sampled = f"{SAMPLED} {EXPERTS}"
 
-    def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
-        return f"{base} {flags} --save {path}/{name}", terminated
-
     jobs = {
-        1: [job("stored-1", stored), job("sampled-1", sampled), job("moved", half)],
+        1: [job(path, "stored-1", stored), job(path, "sampled-1", sampled), job(path, "moved", half)],
         2: [
-            job("sharded-ep2", sampled, f"{EP} {SHARDED}"),
-            job("sharded-ep2-cut", sampled, f"{EP} {SHARDED} --save-interval 1", "1"),
-            job("sharded-ep2-cut", sampled, f"{EP} {SHARDED} --save-interval 1"),
-            job("moved", stored, EP),
+            job(path, "sharded-ep2", sampled, f"{EP} {SHARDED}"),
+            job(path, "sharded-ep2-cut", sampled, f"{EP} {SHARDED} --save-interval 1", "1"),
+            job(path, "sharded-ep2-cut", sampled, f"{EP} {SHARDED} --save-interval 1"),
+            job(path, "moved", stored, EP),
         ],
     }
     for world_size, of_size in jobs.items():

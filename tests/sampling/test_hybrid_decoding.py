@@ -110,9 +110,7 @@ def decoded(model, settings: dict, **more: object) -> tuple[dict, dict[str, floa
 
 @interpreter
 @pytest.mark.parametrize(
-    ("family", "fused"),
-    [(HYBRID, "reference"), (DELTA, "triton"), (MAMBA, "triton")],
-    ids=["plain", "delta", "mamba"],
+    ("family", "fused"), [(HYBRID, "reference"), (DELTA, "triton"), (MAMBA, "triton")], ids=["plain", "delta", "mamba"]
 )
 def test_passes_at_fixed_addresses_have_the_samples_of_eager_ones(
     family: dict, fused: str, monkeypatch: pytest.MonkeyPatch

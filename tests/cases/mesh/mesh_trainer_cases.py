@@ -76,26 +76,27 @@ def write_stored(path: Path) -> str:
     return f"{GRPO} --rollouts {path}/train.jsonl --eval-rollouts {path}/held_out.jsonl"
 
 
+def job(path: Path, name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
+    return f"{base} {flags} --save {path}/{name}", terminated
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Holds what runs on one and two processes have left behind."""
     path = tmp_path_factory.mktemp("runs")
     stored = f"{STORED} {write_stored(path)}"
 
-    def job(name: str, base: str, flags: str = "", terminated: str | None = None) -> tuple[str, str | None]:
-        return f"{base} {flags} --save {path}/{name}", terminated
-
     # Two ranks pad the vocabulary to an even size. One rank draws the same random weights if it does, too.
     even = f"{stored} --make-vocab-size-divisible-by 2"
-    on_one_rank = [job("stored-1", even), job("sampled-1", SAMPLED)]
+    on_one_rank = [job(path, "stored-1", even), job(path, "sampled-1", SAMPLED)]
     twos = [
-        job("sampled-tp2", SAMPLED, SP),
-        job("sharded-dp2", SAMPLED, SHARDED),
-        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "1"),
-        job("sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
-        job("sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
-        job("moved", even.replace("--train-iters 3", "--train-iters 2"), f"{CP} --use-distributed-optimizer"),
-        job("moved", even, f"{SP} --use-distributed-optimizer"),
+        job(path, "sampled-tp2", SAMPLED, SP),
+        job(path, "sharded-dp2", SAMPLED, SHARDED),
+        job(path, "sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1", "1"),
+        job(path, "sharded-dp2-cut", SAMPLED, f"{SHARDED} --save-interval 1"),
+        job(path, "sampled-cp2", SAMPLED, f"{CP} {SHARDED}"),
+        job(path, "moved", even.replace("--train-iters 3", "--train-iters 2"), f"{CP} --use-distributed-optimizer"),
+        job(path, "moved", even, f"{SP} --use-distributed-optimizer"),
     ]
     for jobs, world_size in ((on_one_rank, 1), (twos, 2)):
         for rank in run_on_ranks(train_on_rank, jobs, world_size, path / f"ranks-{world_size}"):
