@@ -33,7 +33,7 @@ from tree_engine_cases import (
 @pytest.fixture(scope="module")
 def references():
     """Samples, weights and reference outcome for each kind of model, computed once."""
-    samples = random_training_samples(branching_sequences(seed_all(11), count=6, longest=14), seed=11)
+    samples = random_training_samples(branching_sequences(seed_all(11), count=6, longest=10), seed=11)
     cases = {}
     for name, settings in (("qwen3", QWEN3), ("qwen2", QWEN2), ("llama", LLAMA)):
         model = model_config(**settings)

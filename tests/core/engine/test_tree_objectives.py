@@ -113,7 +113,7 @@ def test_equals_the_loss_written_out(case, name, aggregation):
         model, weights, samples, lambda sequences: AGGREGATIONS[aggregation]([of_sequence(s) for s in sequences])
     )
     settings = {"objective": name.split()[0]} | settings
-    for cut in CUTS if name == "grpo" else CUTS[1::2]:
+    for cut in CUTS if name == "grpo" else CUTS[3:] if " with " in name else CUTS[1::2]:
         result, gradients = train(case, settings, cut, aggregation)
         assert float(result.loss) == pytest.approx(loss, rel=1e-12)
         assert largest_error(gradients, expected) < 1e-12, cut

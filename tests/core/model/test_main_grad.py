@@ -43,7 +43,7 @@ def test_buffers_without_their_hooks_are_refused():
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, tuple]:
-    samples = random_training_samples(branching_sequences(seed_all(21), count=6, longest=12), seed=21)
+    samples = random_training_samples(branching_sequences(seed_all(21), count=6, longest=9), seed=21)
     models = {name: model_config(**settings) for name, settings in MODELS.items()}
     return {name: (model, weights_of(model, seed=9), samples) for name, model in models.items()}
 
