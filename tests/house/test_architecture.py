@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,19 +23,27 @@ MOST_PARAMETERS = 7
 VAGUE_NAMES = {"own", "found", "each", "place", "places", "room", "rooms"}
 
 
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file, the module first."""
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+@dataclass(frozen=True)
+class File:
+    """A file's place in the repository, its text and all nodes of its tree, the module first."""
+
+    name: str
+    text: str
+    nodes: list[ast.AST]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _files_are_parsed_once() -> Iterator[None]:
-    """The collector would look through a million nodes again and again."""
-    gc.disable()
-    yield
-    nodes.cache_clear()
+@pytest.fixture(scope="module")
+def findings() -> dict[str, list[str]]:
+    """What each rule finds fault with; ``imports``: a line for each module of the package, and what it imports."""
+    gc.disable()  # The collector would look through all nodes again and again; they end without it.
+    faults: dict[str, list[str]] = {rule.__name__: [] for rule in (*RULES, imports)}
+    for path in PYTHON_FILES:
+        text = path.read_text(encoding="utf-8")
+        file = File(str(path.relative_to(REPOSITORY)), text, list(ast.walk(ast.parse(text))))
+        for rule in (*RULES, imports):
+            faults[rule.__name__] += [f"{file.name}: {fault}" for fault in rule(file)]
     gc.enable()
+    return faults
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -57,39 +65,27 @@ def test_files_are_formatted():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_files_are_short_and_explained():
-    faults = [f"{path.relative_to(REPOSITORY)}: {fault}" for path in PYTHON_FILES for fault in _faults(path)]
-    assert not faults, "\n".join(faults)
-
-
-def _faults(path: Path) -> Iterator[str]:
-    if path.read_text(encoding="utf-8").count("\n") > 400:
+def short_and_explained(file: File) -> Iterator[str]:
+    if file.text.count("\n") > 400:
         yield "a file of over 400 lines holds more than one idea"
-    module = nodes(path)[0]
+    module = file.nodes[0]
     if module.body and not ast.get_docstring(module):
         yield "a module says on top what it is and why"
-    for node in nodes(path):
+    for node in file.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 80:
             yield f"{node.name} has 80 lines or more"
 
 
-def test_text_is_read_and_written_as_utf8():
+def text_is_utf8(file: File) -> Iterator[str]:
     """Without ``encoding`` Python uses that of the user's locale. Tests are exempt."""
-    faults = [
-        f"{path.relative_to(REPOSITORY)}, line {call.lineno}: {ast.unparse(call)[:80]}"
-        for path in PYTHON_FILES
-        if not path.is_relative_to(REPOSITORY / "tests")
-        for call in calls_without_encoding(nodes(path))
-    ]
-    assert not faults, "\n".join(faults)
+    for call in () if file.name.startswith("tests/") else calls_without_encoding(file.nodes):
+        yield f"line {call.lineno}: {ast.unparse(call)[:80]}"
+
+
+def test_calls_without_encoding_are_seen():
     bad = ["open(p)", "p.read_text()", "p.open('a')", "open(p, mode='w')", "subprocess.run(c, text=True)"]
-    good = [
-        "open(p, 'rb')",
-        "p.read_bytes()",
-        "p.read_text(encoding='utf-8')",
-        "run(c, encoding='utf-8')",
-        "pool.open(i)",
-    ]
+    good = ["open(p, 'rb')", "p.read_bytes()", "p.read_text(encoding='utf-8')", "run(c, encoding='utf-8')"]
+    good += ["pool.open(i)"]
     counts = [len(list(calls_without_encoding(ast.walk(ast.parse(code))))) for code in (*bad, *good)]
     assert counts == [1] * len(bad) + [0] * len(good)
 
@@ -117,44 +113,57 @@ def test_files_that_run_first_exist():
     assert len(set(listed)) == len(listed)
 
 
-def test_functions_have_few_parameters():
+def few_parameters(file: File) -> Iterator[str]:
     """Kernels, and the rival with their contract, are exempt: they take pointers, sizes and strides one by one."""
-    defined = set()
-    for path in PYTHON_FILES:
-        name = str(path.relative_to(REPOSITORY))
-        if name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
-            continue
-        for node in nodes(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
-                    defined.add((name, node.name))
-    assert not defined
+    if file.name.startswith(("kernels/", "tests/", "benchmarks/common/flash_attention/")):
+        return
+    for node in file.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if sum(argument.arg not in ("self", "cls") for argument in arguments) > MOST_PARAMETERS:
+                yield node.name
 
 
-def test_only_the_compatibility_module_patches_megatron_and_torch():
+def only_the_compatibility_module_patches(file: File) -> Iterator[str]:
     """No assignment to an attribute of a torch or megatron module outside ``megatron_patches``."""
-    for path in PYTHON_FILES:
-        if path.name == "megatron_patches.py" or "tests" in path.parts:
-            continue
-        for node in nodes(path):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            for target in targets:
-                root = target
-                while isinstance(root, ast.Attribute):
-                    root = root.value
-                patched = isinstance(target, ast.Attribute) and isinstance(root, ast.Name)
-                assert not (patched and root.id in ("torch", "megatron", "parallel_state", "tensor_parallel")), path
+    if file.name.endswith("/megatron_patches.py") or "tests" in Path(file.name).parts:
+        return
+    for node in file.nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            root = target
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            patched = isinstance(target, ast.Attribute) and isinstance(root, ast.Name)
+            if patched and root.id in ("torch", "megatron", "parallel_state", "tensor_parallel"):
+                yield f"line {node.lineno}"
 
 
-def test_no_wait_on_a_simple_queue_has_a_limit():
+def no_wait_on_a_simple_queue_has_a_limit(file: File) -> Iterator[str]:
     """Before Python 3.13 it never ends if a signal comes and its handler takes as long as is left of it."""
-    for path in PYTHON_FILES:
-        text = path.read_text(encoding="utf-8")
-        if "SimpleQueue(" not in text:
-            continue
-        for name in re.findall(r"(\w+)(?:: [^=]*)? = (?:queue\.)?SimpleQueue\(", text):
-            assert re.search(rf"\b{name}\.get\(.*timeout", text) is None, f"{path}: take queue.Queue for {name}"
+    if "SimpleQueue(" in file.text:
+        for name in re.findall(r"(\w+)(?:: [^=]*)? = (?:queue\.)?SimpleQueue\(", file.text):
+            if re.search(rf"\b{name}\.get\(.*timeout", file.text):
+                yield f"take queue.Queue for {name}"
+
+
+def no_vague_names(file: File) -> Iterator[str]:
+    """Variables and arguments are named by what they hold."""
+    for node in file.nodes if file.name.startswith(("megatron_dta/", "kernels/")) else ():
+        is_variable = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        name = node.id if is_variable else node.arg if isinstance(node, ast.arg) else None
+        if name in VAGUE_NAMES:
+            yield f"line {node.lineno}: {name}"
+
+
+RULES = (
+    *(short_and_explained, text_is_utf8, few_parameters, only_the_compatibility_module_patches),
+    *(no_wait_on_a_simple_queue_has_a_limit, no_vague_names),
+)
+
+
+@pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
+def test_all_files_keep_the_rule(findings: dict[str, list[str]], rule: str) -> None:
+    assert findings[rule] == []
 
 
 def test_torch_distributed_stays_out_of_the_pure_packages():
@@ -163,41 +172,26 @@ def test_torch_distributed_stays_out_of_the_pure_packages():
             assert "torch.distributed" not in path.read_text(), path
 
 
-def test_no_variable_has_a_vague_name():
-    """Variables and arguments are named by what they hold."""
-    hits = []
-    for path in PYTHON_FILES:
-        if path.relative_to(REPOSITORY).parts[0] not in ("megatron_dta", "kernels"):
-            continue
-        for node in nodes(path):
-            is_variable = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            name = node.id if is_variable else node.arg if isinstance(node, ast.arg) else None
-            if name in VAGUE_NAMES:
-                hits.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {name}")
-    assert hits == []
-
-
-def test_no_files_import_each_other_in_a_circle():
+def imports(file: File) -> Iterator[str]:
     """Imports under ``TYPE_CHECKING`` and within functions count, too."""
-    files = {_module(path): path for path in (REPOSITORY / "megatron_dta").rglob("*.py")}
-    imports = {module: _imported(path, files) - {module} for module, path in files.items()}
-    while leaves := {module for module, others in imports.items() if not others & imports.keys()}:
+    if file.name.startswith("megatron_dta/"):
+        for node in file.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                yield from (f"{node.module}.{alias.name} {node.module}" for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from (f"{alias.name} {alias.name}" for alias in node.names)
+
+
+def test_no_files_import_each_other_in_a_circle(findings: dict[str, list[str]]) -> None:
+    names = [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "megatron_dta").rglob("*.py")]
+    modules = {name: name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names}
+    imported: dict[str, set[str]] = {module: set() for module in modules.values()}
+    for line in findings["imports"]:
+        name, _, pair = line.partition(": ")
+        whole, package = pair.split()
+        imported[modules[name]] |= {whole if whole in imported else package} & imported.keys() - {modules[name]}
+    assert sum(map(len, imported.values())) > len(imported)
+    while leaves := {module for module, others in imported.items() if not others & imported.keys()}:
         for module in leaves:
-            del imports[module]
-    assert {module: sorted(others & imports.keys()) for module, others in imports.items()} == {}
-
-
-def _module(path: Path) -> str:
-    parts = path.relative_to(REPOSITORY).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imported(path: Path, files: dict[str, Path]) -> set[str]:
-    modules = set()
-    for node in nodes(path):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules.update(name if name in files else node.module for name in names)
-        elif isinstance(node, ast.Import):
-            modules.update(alias.name for alias in node.names)
-    return modules & files.keys()
+            del imported[module]
+    assert {module: sorted(others & imported.keys()) for module, others in imported.items()} == {}

@@ -13,28 +13,12 @@ from tree_engine_cases import GRPO, QWEN3, TEMPERATURE, branching_sequences, mod
 
 QWEN3_MOE = QWEN3 | {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_router_pre_softmax": False}
 MIXTRAL = {"num_experts": 4, "moe_router_topk": 2, "untie_embeddings_and_output_weights": True}
-DEEPSEEK = {
-    "num_layers": 3,
-    "num_experts": 8,
-    "moe_router_topk": 4,
-    "moe_layer_freq": "[0]*1+[1]*2",
-    "moe_ffn_hidden_size": 12,
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_enable_expert_bias": True,
-}
-QWEN2_MOE = {
-    "add_qkv_bias": True,
-    "num_experts": 3,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_layer_freq": "2",
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-}
+DEEPSEEK = {"num_layers": 3, "num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": "[0]*1+[1]*2"}
+DEEPSEEK |= {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 16, "moe_router_group_topk": 2}
+DEEPSEEK |= {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5, "moe_router_num_groups": 4}
+DEEPSEEK |= {"moe_router_enable_expert_bias": True}
+QWEN2_MOE = {"add_qkv_bias": True, "num_experts": 3, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+QWEN2_MOE |= {"moe_layer_freq": "2", "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
 GPT_MOE = {"normalization": "LayerNorm", "swiglu": False, "num_experts": 3, "moe_router_topk": 3}
 BALANCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.02}
 QWEN3_BALANCED = QWEN3_MOE | BALANCE

@@ -27,14 +27,10 @@ def run(tool, monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
 
 @pytest.mark.parametrize(
     ("name", "sample_granularity"),
-    [
-        ("tau1_airline_qwen25_3x50.npz", "turn"),
-        ("tot_game24_bfs.npz", "trajectory"),
-        ("math_qwen25_8x100.npz", "trajectory"),
-    ],
+    [("tau1_airline_qwen25_3x50", "turn"), ("tot_game24_bfs", "trajectory"), ("math_qwen25_8x100", "trajectory")],
 )
 def test_real_rollouts_agree_with_both_references(tool, monkeypatch, capsys, name, sample_granularity):
-    path = str(rollout_file(name))
+    path = str(rollout_file(f"{name}.npz"))
     cut = f"--max-sequences 5 --max-length 30 --sample-granularity {sample_granularity} --hidden-size 32".split()
     status, summary = run(tool, monkeypatch, capsys, path, *cut)
     assert status == 0
