@@ -23,7 +23,7 @@ from trainer_cases import VOCABULARY, make_trainer
 PPO = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 48 --task arithmetic "
     "--arithmetic-max-operand 29 --rollout-batch-size 6 --n-samples-per-prompt 3 --rollout-max-response-len 6 "
-    "--num-steps-per-rollout 3 --old-logprobs recompute --objective ppo --kl-coef 0.1 --lr 1e-3 --critic-lr 5e-3 "
+    "--num-steps-per-rollout 3 --old-logprobs recompute --objective ppo --lr 1e-3 --critic-lr 5e-3 "
     "--seed 11"
 )
 
