@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,20 +30,11 @@ PAGES = sorted((REPOSITORY / "docs").rglob("*.md")) + [REPOSITORY / name for nam
 OTHERS = ("latent_attention", "one_node_70b", "planning_runs", "reference", "rollout_servers", "transformer_engine")
 FLAG_PAGES = [page for page in PAGES if page.parent.name == "docs" and page.stem not in OTHERS]
 # Flags of other programs that pages name: servers, torchrun, pip, Slurm; and slime's, which a table translates.
-FOREIGN = {
-    "--standalone",
-    "--nproc-per-node",
-    "--nnodes",
-    "--max-restarts",
-    "--port",
-    "--model-path",
-    "--tp",
-    "--tensor-parallel-size",
-    "--allowedTools",
-    "--disable",
-}
+FOREIGN = {"--standalone", "--nproc-per-node", "--nnodes", "--max-restarts", "--port", "--model-path", "--tp"}
+FOREIGN |= {"--tensor-parallel-size", "--allowedTools", "--disable"}
 
 
+@cache
 def flags_of_this_project() -> set[str]:
     flags = {action.option_strings[0] for action in build_parser()._actions}
     for folder in ("benchmarks", "examples", "megatron_dta", "tools"):
