@@ -89,7 +89,7 @@ class Recording(argparse.Namespace):
     "command",
     [
         "rollout tree-tokens --queries 2 --max-length 300 --mean-length 50 --segment-length 64",
-        "rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2",
+        "rollout decode --batch 2 --prompt-tokens 3 --response-tokens 3 --runs 1 --burst 2 --memory-bandwidth-gbs 10",
         "inspect_tree ROLLOUTS --max-sequences 3",
         "report_run RUN",
     ],
