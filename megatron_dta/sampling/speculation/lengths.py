@@ -13,7 +13,7 @@ forward. The inverse of the probability is the number of samples that share the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from enum import IntEnum
 
 import numpy as np
@@ -49,7 +49,7 @@ class LengthHistory:
         self._lengths = np.zeros(0, np.int64)
         self._first = np.zeros(0, np.int64)  # the first class of each sample
         self._problems: dict[str, list[int]] = {}
-        self._new: list[tuple[str, int, int]] = []
+        self._new: dict[str, list[int]] = defaultdict(list)
         # Caches, cleared when the history changes.
         self._expected: dict[str, tuple[LengthClass, np.ndarray]] = {}
         self._first_classes: dict[str, LengthClass] = {}
@@ -88,15 +88,15 @@ class LengthHistory:
             result[rows] = np.where(counts.any(0), predicted, result[rows])
         return np.maximum(result, reached)
 
-    def add(self, problem: str, first: int, length: int) -> None:
-        self._new.append((problem, int(first), int(length)))
+    def add(self, problem: str, length: int) -> None:
+        self._new[problem].append(length)
 
     def end_step(self) -> None:
-        problems, first, lengths = zip(*sorted(self._new), strict=True) if self._new else ((), (), ())
-        begin = 0
-        for problem, count in Counter(problems).items():  # in their order
-            known = self._problems.get(problem, []) + list(lengths[begin : (begin := begin + count)])
-            self._problems[problem] = known[-_MAX_SAMPLES_OF_PROBLEM:]
+        parts = [(problem, int(self.first_class(problem)), sorted(self._new[problem])) for problem in sorted(self._new)]
+        for problem, _, lengths in parts:
+            self._problems[problem] = (self._problems.get(problem, []) + lengths)[-_MAX_SAMPLES_OF_PROBLEM:]
+        first = [first for _, first, lengths in parts for _ in lengths]
+        lengths = [length for *_, lengths in parts for length in lengths]
         self._first = np.concatenate([self._first, np.array(first, np.int64)])[-_MAX_SAMPLES:]
         self._lengths = np.concatenate([self._lengths, np.array(lengths, np.int64)])[-_MAX_SAMPLES:]
         self._new.clear()

@@ -253,7 +253,7 @@ class Speculator:
 
     def learn_length(self, problem: str, length: int) -> None:
         """Add the length of a response, in generated tokens of all its segments and turns."""
-        self.history.add(problem, int(self.history.first_class(problem)), length)
+        self.history.add(problem, length)
 
     def end_step(self, step: int) -> SpeculationReport:
         """End policy step ``step``: evict old samples, decay the estimates, and return the report of the step."""

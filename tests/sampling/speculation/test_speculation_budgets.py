@@ -26,9 +26,10 @@ def test_length_classes() -> None:
     assert history.classes(np.array([1, 1]), np.array([5, 10**6])).tolist() == [1, 1]
     for name, lengths in (("short", (10, 12, 14)), ("medium", (100, 110, 120)), ("long", (1000, 1100, 1200))):
         for length in lengths:
-            history.add(name, history.first_class(name), length)
-    history.add("short", LengthClass.SHORT, 2000)
+            history.add(name, length)
     assert history.first_class("long") == LengthClass.MEDIUM  # not before the step is over
+    history.end_step()
+    history.add("short", 2000)
     history.end_step()
     names = ("short", "medium", "long", "new")
     assert [history.first_class(name).name for name in names] == ["SHORT", "MEDIUM", "LONG", "MEDIUM"]
@@ -47,9 +48,9 @@ def test_samples_at_the_cap_are_long(share: float) -> None:
     history, count = LengthHistory(), round(200 * share)
     others = rng.permutation(np.arange(1000, 1000 + 200 - count)).tolist()
     for i in range(count):
-        history.add(f"capped {i % 4}", LengthClass.MEDIUM, 8192)
+        history.add(f"capped {i % 4}", 8192)
     for i, length in enumerate(others):
-        history.add(f"other {i}", LengthClass.MEDIUM, length)
+        history.add(f"other {i}", length)
     history.end_step()
     assert {history.first_class(f"capped {i}") for i in range(4)} == {LengthClass.LONG}
     # One that has reached nearly the cap is expected to be one of them.
@@ -84,7 +85,7 @@ def test_possible_lengths_of_samples_follow_the_steps(seed: int) -> None:
             asked = f"p{rng.integers(0, 12)}"
             expected = candidates_one_by_one(of_problem.get(asked, []), all_lengths)
             np.testing.assert_allclose(history.expected(asked)[1], expected, rtol=1e-12)
-            history.add(problem, 1, length)
+            history.add(problem, length)
         history.end_step()
         for problem, length in sorted(new):
             of_problem[problem] = [*of_problem.get(problem, []), length][-64:]

@@ -143,7 +143,7 @@ def recorded_run(runs: Runs, flags: str) -> tuple[Any, list[list[Rollout]], str]
 
 def known_lengths(drafting: SuffixDrafting) -> list[int]:
     history = drafting.speculator.history
-    return sorted([*history._lengths.tolist(), *(length for _, _, length in history._new)])
+    return sorted([*history._lengths.tolist(), *(length for lengths in history._new.values() for length in lengths)])
 
 
 @pytest.mark.parametrize("method", ["", TREES], ids=["independent", "treepo"])
@@ -183,7 +183,7 @@ def test_rounds_of_dynamic_sampling_are_no_collections(method: str, tmp_path: Pa
         # Of the four calls between collections the first had nothing to forget.
         assert speculator._step == 3
         # Three rounds of three prompts, four responses each.
-        assert len(speculator.history._new) == 36
+        assert sum(map(len, speculator.history._new.values())) == 36
 
 
 def test_evaluations_leave_no_trace(tmp_path: Path) -> None:
