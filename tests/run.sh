@@ -137,7 +137,7 @@ if [ "$everything" = 0 ]; then
   set +m
   trap "kill -- -$! 2> /dev/null || true; rm -f '$output' '$report'" EXIT  # without true, "set -e" makes the exit status 1
 fi
-"$venv/bin/python" -m pytest -q -n "${WORKERS:-$(($(nproc) + 1))}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" \
+"$venv/bin/python" -m pytest -q -n "${WORKERS:-$(($(env -u OMP_NUM_THREADS nproc) + 1))}" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" \
   | tee "$report" || status=$?
 if [ "$everything" = 0 ]; then
   wait $! || status=$?
