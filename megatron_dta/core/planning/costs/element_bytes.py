@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# Default number of logits alive at once, each time added to the whole gradient of the output weight.
+# Default number of logits alive at once; each such chunk reads and writes the whole gradient of the output weight.
 LOGIT_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}
 
 
