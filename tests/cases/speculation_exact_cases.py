@@ -52,8 +52,7 @@ def answers_of(results: dict) -> dict:
 
 def clockless(cost: ForwardCost) -> SpeculationGate:
     """A gate that uses ``cost`` instead of a clock, and counts the whole cost of a forward for the last sample."""
-    gate = SpeculationGate(cost, cost, prices_whole=True)
-    return gate
+    return SpeculationGate(cost, cost, prices_whole=True)
 
 
 def suffix_drafting(budget: str = "straggler", follows_clock: bool = False) -> SuffixDrafting:

@@ -231,26 +231,27 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
                                      allowed_after(f, peak, cap, factor, offset)) peak++;
         for (int tree = 0; tree < 2 && cap > 0; tree++) {
             if (t->roots[tree] == NONE) continue;
+            uint32_t nodes[MAX_DEPTH], consumed[MAX_DEPTH], present = 0;
+            for (uint32_t match = 1; match <= longest; present = match++) {
+                nodes[match] = find_match(f, t->roots[tree], t->tokens + t->length, match, &consumed[match]);
+                if (nodes[match] == NONE) break; /* longer ones are there only while shorter suffixes wait to be inserted */
+            }
             /* Matches that allow the longest drafts come first: after a draft of probable tokens few others can win. */
-            for (uint32_t below = peak, above = peak + 1, absent = longest + 1; below || above < absent;) {
-                int32_t left = below ? allowed_after(f, below, cap, factor, offset) : -1;
-                int32_t right = above < absent ? allowed_after(f, above, cap, factor, offset) : -1;
-                uint32_t match = left > right ? below-- : above < absent ? above++ : below--;
+            uint32_t below = peak < present ? peak : present, above = below + 1;
+            while (below || above <= present) {
+                int32_t left = below ? allowed_after(f, below, cap, factor, offset) : INT32_MIN;
+                int32_t right = above <= present ? allowed_after(f, above, cap, factor, offset) : INT32_MIN;
+                uint32_t match = left > right ? below-- : above++;
                 int32_t allowed = left > right ? left : right;
                 /* Probabilities are 1 at most; of equal scores the first tree wins, then the longest match. */
                 if (allowed <= 0 || allowed < best.score) break;
-                if (match >= absent || (allowed == best.score && (tree != best.tree || (int32_t)match < best.match)))
-                    continue;
-                uint32_t consumed = 0, node = find_match(f, t->roots[tree], t->tokens + t->length, match, &consumed);
-                if (node == NONE) { /* longer ones are absent too */
-                    absent = match;
-                    continue;
-                }
+                if (allowed == best.score && (tree != best.tree || (int32_t)match < best.match)) continue;
                 double score;
-                int32_t length = walk(f, node, consumed, allowed, least, walk_tokens, walk_probabilities, &score);
+                int32_t length = walk(f, nodes[match], consumed[match], allowed, least, walk_tokens, walk_probabilities,
+                                      &score);
                 if (length && (score > best.score ||
                                (score == best.score && best.tree == tree && (int32_t)match > best.match))) {
-                    best = (Draft){score, length, (int32_t)match, tree, (int32_t)f->nodes[node].count};
+                    best = (Draft){score, length, (int32_t)match, tree, (int32_t)f->nodes[nodes[match]].count};
                     memcpy(tokens + (int64_t)i * width, walk_tokens, (size_t)length * 4);
                     memcpy(probabilities + (int64_t)i * width, walk_probabilities, (size_t)length * 8);
                 }

@@ -29,8 +29,7 @@ FILE = "tau1_airline_gpt4o_4x50"
 
 
 @pytest.fixture(autouse=True)
-def _half_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps were measured when half as many existed at once."""
+def _half_the_logits_as_in_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOGIT_ELEMENTS, "cuda", 1 << 27)
 
 

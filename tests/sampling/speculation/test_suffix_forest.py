@@ -142,6 +142,17 @@ def test_forest_is_the_naive_counter(data: st.DataObject) -> None:
     pair.check_drafts(data.draw(st.integers(0, 7)), DraftParams(factor, offset, 0.15, 5))
 
 
+def test_drafts_of_running_texts() -> None:
+    """Whose longer suffixes are in the trees before shorter ones are."""
+    rng, pair = seed_all(1), Pair(8, 6)
+    for _ in range(3):
+        pair.open(1, 2, 0)
+    base = rng.integers(0, 6, 20)
+    for _ in range(30):
+        pair.extend([0, 1, 2], [base[begin : begin + rng.integers(0, 6)].tolist() for begin in rng.integers(0, 16, 3)])
+        pair.check_drafts(9, DraftParams(1.0, 0.0, 0.1, 9))
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_removal_undoes_insertion(seed: int) -> None:
     """Also of the newest text, whose tokens edges refer to; and an empty tree is as it was made."""
