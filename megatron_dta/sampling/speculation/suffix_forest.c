@@ -192,7 +192,7 @@ static int32_t walk(Forest *f, uint32_t node, uint32_t consumed, int32_t most, d
     return length;
 }
 
-/* Where the last `match` tokens before `end` lead from `node`, and how far into the edge; NONE where they are absent. */
+/* Where the last `match` tokens before `end` lead from `node`, and how far into the edge; NONE if they are absent. */
 static uint32_t find_match(Forest *f, uint32_t node, const int32_t *end, uint32_t match, uint32_t *consumed) {
     const int32_t *context = end - match;
     for (uint32_t done = 0; done < match; done += *consumed) {
@@ -234,7 +234,7 @@ int32_t sf_draft(void *forest, int32_t n, const uint32_t *texts, const int32_t *
             uint32_t nodes[MAX_DEPTH], consumed[MAX_DEPTH], present = 0;
             for (uint32_t match = 1; match <= longest; present = match++) {
                 nodes[match] = find_match(f, t->roots[tree], t->tokens + t->length, match, &consumed[match]);
-                if (nodes[match] == NONE) break; /* longer ones are there only while shorter suffixes wait to be inserted */
+                if (nodes[match] == NONE) break; /* longer ones exist only while shorter suffixes wait for insertion */
             }
             /* Matches that allow the longest drafts come first: after a draft of probable tokens few others can win. */
             uint32_t below = peak < present ? peak : present, above = below + 1;
@@ -274,7 +274,8 @@ static int32_t bucket(const double *edges, int32_t n, double x) {
 /* The cells of a row's tokens in a table of `shape`: match, support, probability, position; see calibration.py. */
 static void cells_of(int32_t width, int32_t match, int32_t support, const double *probabilities, const int32_t *shape,
                      const double *edges, int64_t *cells) {
-    const double *supports = edges + shape[0] - 1, *levels = supports + shape[1] - 1, *positions = levels + shape[2] - 1;
+    const double *supports = edges + shape[0] - 1, *levels = supports + shape[1] - 1;
+    const double *positions = levels + shape[2] - 1;
     int64_t row = (int64_t)bucket(edges, shape[0] - 1, match) * shape[1] + bucket(supports, shape[1] - 1, support);
     for (int32_t j = 0; j < width; j++)
         cells[j] = (row * shape[2] + bucket(levels, shape[2] - 1, probabilities[j])) * shape[3] +
