@@ -43,7 +43,7 @@ def batch(drafting: Any, number: int, rng: np.random.Generator) -> float:
     drafting.started(SamplingParams(LONGEST, 1))
     for row in rows:
         row.is_running = True
-        drafting.submitted(row)
+    drafting.submitted(rows)
     live = list(range(len(rows)))
     while live:
         drafting.wants(len(live))
@@ -51,10 +51,10 @@ def batch(drafting: Any, number: int, rng: np.random.Generator) -> float:
         for i, tokens in zip(live, appended, strict=True):
             rows[i].extend(tokens, np.zeros(len(tokens)))
         drafting.verified(Round([rows[i] for i in live], None, appended, BURST * 1.6e-3, len(live)))
-        for i in live:
-            if len(rows[i].response) == lengths[i]:
-                rows[i].is_running = False
-                drafting.finished(rows[i])
+        finished = [rows[i] for i in live if len(rows[i].response) == lengths[i]]
+        for row in finished:
+            row.is_running = False
+        drafting.finished(finished)
         drafting.ran(BURST * (1e-3 + 1.2e-6 * len(live)))
         if getattr(drafting, "_clock", None) is not None:
             drafting._clock.is_on = False

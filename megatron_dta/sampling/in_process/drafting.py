@@ -13,7 +13,7 @@ reserved for the rejected part are returned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,8 @@ class Drafting:
     def ended(self) -> None:
         """The phase has ended; all its requests are complete."""
 
-    def submitted(self, request: Request) -> None:
-        """A request was submitted."""
+    def submitted(self, requests: Iterable[Request]) -> None:
+        """Requests were submitted."""
 
     def wants(self, live: int) -> bool:
         """Whether to ask for drafts in this round, a pass or burst in which ``live`` rows get tokens."""
@@ -97,8 +97,8 @@ class Drafting:
         """Row i of the last proposal got ``tokens[offsets[i] : offsets[i + 1]]`` (int32). ``verified`` and ``ran`` may
         follow after the next proposal, while the device verifies it."""
 
-    def finished(self, request: Request) -> None:
-        """A request is complete."""
+    def finished(self, requests: Sequence[Request]) -> None:
+        """Requests are complete."""
 
     def released(self, request: Request) -> None:
         """A complete request that was held was released; it gets no new children."""

@@ -138,7 +138,7 @@ class InProcessEngine(RolloutEngine):
         for sequence in new.values():
             sequence.detector = DegenerateDetector() if self._settings.stop_degenerate else None
             self._scheduler.submit(sequence)
-            self.drafting.submitted(sequence)
+        self.drafting.submitted(new.values())
 
     def poll(self, patient: bool = True) -> list[GenerationResult]:
         began = time.perf_counter()
@@ -342,8 +342,7 @@ class InProcessEngine(RolloutEngine):
         captures, self._captures = self._captures, self._counts["captures"]
         seconds, captured = time.perf_counter() - began, self._captures > captures
         self.drafting.verified(Round(drawn.rows, drafted, appended, seconds, num_tokens, captured))
-        for sequence in finished:
-            self.drafting.finished(sequence)
+        self.drafting.finished(finished)
         if self._flight is not None and not self._flight.live():
             self._flight.running.read()  # nothing may run when the caller changes weights
             self._flight = None

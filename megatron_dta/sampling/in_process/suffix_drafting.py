@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,9 @@ class SuffixDrafting(Drafting):
         if self._is_shared and not self._evaluates:
             self._share()
 
-    def submitted(self, request: Request) -> None:
-        self._paths[request] = None if request.parent is None else self._path(request)
+    def submitted(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._paths[request] = None if request.parent is None else self._path(request)
 
     def _path(self, request: Request) -> _Path:
         if (path := self._paths.get(request)) is not None:
@@ -222,25 +223,36 @@ class SuffixDrafting(Drafting):
     def _learn_waiting(self) -> None:
         if len(self._waiting) and self._phase is self.speculator:  # evaluations have another one
             began, count = time.perf_counter(), len(self._waiting)
-            self._waiting.learn(self.speculator)
+            self._waiting.learn(self.speculator, lambda prompt: self._problem(prompt, None))
             self._inserted = self._inserted[0] + count, self._inserted[1] + time.perf_counter() - began
 
-    def _may_wait(self, request: Request) -> bool:
-        """Whether a request that has ended is a whole response, of which nothing must be known now."""
-        is_plain = self._clock is not None and self._schedule.is_plain and not (self._evaluates or self._is_shared)
-        is_whole = request.parent is None and not request.generation.hold and request.generation.prompt_length is None
-        return is_plain and is_whole and self._paths[request] is None and request not in self._slots
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing of a whole response must be known when it ends."""
+        return self._clock is not None and self._schedule.is_plain and not (self._evaluates or self._is_shared)
 
-    def finished(self, request: Request) -> None:
-        if self._may_wait(request):
-            del self._paths[request]
-            prompt, response = request.generation.token_ids, request.response.copy()
-            problem = self._problem(prompt, None)
-            self._waiting.add(self._policy_version or 0, problem, prompt, response)
-            self._phase.learn_length(problem, len(response))
-            self._phase.report.add_sample(len(response), len(response), 0, 0)
-            return
-        self._learn_waiting()
+    def _is_whole(self, request: Request) -> bool:
+        generation = request.generation
+        is_whole = request.parent is None and not generation.hold and generation.prompt_length is None
+        return is_whole and self._paths[request] is None and request not in self._slots
+
+    def finished(self, requests: Sequence[Request]) -> None:
+        whole = list(filter(self._is_whole, requests)) if self._is_plain else []
+        if whole:
+            responses = [request.response for request in whole]
+            self._waiting.add(self._policy_version or 0, [request.generation.token_ids for request in whole], responses)
+            lengths, nothing = list(map(len, responses)), [0] * len(whole)
+            self._phase.report.add_samples(lengths, lengths, nothing, nothing)
+            for request in whole:
+                del self._paths[request]
+        if len(whole) < len(requests):
+            self._learn_waiting()
+            waiting = set(whole)
+            for request in requests:
+                if request not in waiting:
+                    self._ended(request)
+
+    def _ended(self, request: Request) -> None:
         path, response, slot = self._path(request), request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
         self._schedule.ended.append(path)
@@ -251,7 +263,8 @@ class SuffixDrafting(Drafting):
             self._phase.end_request(slot)
         else:
             self._phase.learn(path.problem, context, response)
-            self._phase.report.add_sample(len(response), len(response), 0, 0)
+            length = [len(response)]
+            self._phase.report.add_samples(length, length, [0], [0])
         if self._is_shared and self._phase is self.speculator:
             self._unshared.append((path.problem, context.copy(), response.copy()))
         if not request.generation.hold:

@@ -51,11 +51,10 @@ class SpeculationReport:
         for live in (len(counts) - np.searchsorted(np.sort(counts), np.arange(passes), side="right")).tolist():
             self.add_forward(live, live, seconds / passes)
 
-    def add_sample(self, length: int, steps: int, drafted: int, accepted: int) -> None:
-        self.lengths.append(length)
-        self.steps.append(steps)
-        self.drafted.append(drafted)
-        self.accepted.append(accepted)
+    def add_samples(self, *columns: list[int]) -> None:
+        """Add finished samples: their lengths, steps, drafted and accepted tokens."""
+        for values, new in zip((self.lengths, self.steps, self.drafted, self.accepted), columns, strict=True):
+            values += new
 
     @property
     def makespan(self) -> float:

@@ -94,13 +94,13 @@ class _Prepared:
 
 class Speculator:
     """Drafter, gate and report of one engine. ``budget`` is one of ``BUDGETS``; ``progress``: tokens that the likely
-    last samples got in the last recorded forward with drafts."""
+    last samples got in the last recorded forward with drafts; ``step``: the policy step that samples."""
 
     def __init__(self, drafter: DrafterParams, gate: SpeculationGate, budget: str = "straggler") -> None:
         self.drafter, self.gate, self.budget = Drafter(drafter), gate, budget
         self.table, self.history = AcceptanceTable(), LengthHistory()
         self.report, self.progress = SpeculationReport(), 1.0
-        self._step = self._forwards = 0
+        self.step = self._forwards = 0
         self._next_plan = 0
         self._prepared: _Prepared | None = None
         self._free: list[int] = []
@@ -238,13 +238,13 @@ class Speculator:
     def end_request(self, slot: int) -> None:
         """End a sample whose response may continue."""
         text, _, *counts = self._samples[slot].item()[:6]
-        self.drafter.finish(text, self._step)
-        self.report.add_sample(*counts)
+        self.drafter.finish(text, self.step)
+        self.report.add_samples(*([count] for count in counts))
         self._free.append(slot)
 
     def learn(self, problem: str, context: np.ndarray, generated: np.ndarray, step: int | None = None) -> None:
         """Keep a complete sample of this step, or of ``step``, without inserting it. The report does not count it."""
-        self.drafter.learn(problem, context, generated, self._step if step is None else step)
+        self.drafter.learn(problem, context, generated, self.step if step is None else step)
 
     def drop_trees(self) -> None:
         """Free the trees and all slots. What is complete is inserted again when samples of its problem are opened."""
@@ -262,7 +262,7 @@ class Speculator:
         self.history.end_step()
         self.table.end_step()
         self.drafter.end_step(step)
-        self._step, self._forwards, self._next_plan = step + 1, 0, 0
+        self.step, self._forwards, self._next_plan = step + 1, 0, 0
         return report
 
     def current_report(self) -> SpeculationReport:
@@ -274,12 +274,12 @@ class Speculator:
         """The state as plain arrays, without the running samples."""
         parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
         state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
-        return {**state, "step": np.array(self._step, np.int64)}
+        return {**state, "step": np.array(self.step, np.int64)}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
             part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
-        self._step = int(state["step"])
+        self.step = int(state["step"])
         self._samples, self._free, self._problems = self._samples[:0], [], []
 
     def _lengths(self, drafts: Drafts, prepared: _Prepared) -> np.ndarray:

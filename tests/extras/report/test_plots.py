@@ -84,7 +84,7 @@ def made_up(rng: np.random.Generator, samples: int, forwards: int) -> Speculatio
         length = int(rng.integers(1, 90))
         accepted = int(rng.integers(0, length))
         drafted = accepted + int(rng.integers(0, 50))
-        report.add_sample(length, length - accepted, drafted, accepted)
+        report.add_samples([length], [length - accepted], [drafted], [accepted])
     return report
 
 
@@ -102,7 +102,7 @@ def test_figures_by_loops() -> None:
 def test_what_drafts_saved_in_a_sentence() -> None:
     """By the clock, over the rollout batches of a run."""
     report = SpeculationReport(saved_seconds=9.1)
-    report.add_sample(20, 15, 9, 5)
+    report.add_samples([20], [15], [9], [5])
     records = [{"iteration": 0, "timing": {}}]
     records += [{"rollout_batch_step": age, "timing": report.metrics()} for age in (0, 1, 0)]
     gave = "DAS: drafts gave 10 of 40 sampled tokens"
