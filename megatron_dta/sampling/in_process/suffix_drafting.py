@@ -232,12 +232,13 @@ class SuffixDrafting(Drafting):
         return self._clock is not None and self._schedule.is_plain and not (self._evaluates or self._is_shared)
 
     def _is_whole(self, request: Request) -> bool:
+        """Whether the request is a response of its own, of which the speculator knows nothing yet."""
         generation = request.generation
         is_whole = request.parent is None and not generation.hold and generation.prompt_length is None
         return is_whole and self._paths[request] is None and request not in self._slots
 
     def finished(self, requests: Sequence[Request]) -> None:
-        whole = list(filter(self._is_whole, requests)) if self._is_plain else []
+        whole = dict.fromkeys(filter(self._is_whole, requests) if self._is_plain else ())
         if whole:
             responses = [request.response for request in whole]
             self._waiting.add(self._policy_version or 0, [request.generation.token_ids for request in whole], responses)
@@ -245,14 +246,12 @@ class SuffixDrafting(Drafting):
             self._phase.report.add_samples(lengths, lengths, nothing, nothing)
             for request in whole:
                 del self._paths[request]
-        if len(whole) < len(requests):
+        if others := [request for request in requests if request not in whole]:
             self._learn_waiting()
-            waiting = set(whole)
-            for request in requests:
-                if request not in waiting:
-                    self._ended(request)
+        for request in others:
+            self._finish(request)
 
-    def _ended(self, request: Request) -> None:
+    def _finish(self, request: Request) -> None:
         path, response, slot = self._path(request), request.response, self._slots.pop(request, None)
         path.length = path.before + len(response)
         self._schedule.ended.append(path)

@@ -125,12 +125,12 @@ def test_trees_that_are_filled_late_are_the_same() -> None:
         for drafting in draftings:
             drafting.verified(Round(list(rows), None, appended, 0.01, len(rows)))
             drafting.ran(0.01)
-        for row in [row for row in rows if row.num_tokens == len(row.tokens)]:
-            rows.remove(row)
-            for drafting in draftings:
-                drafting.finished([row])
-                if row.generation.hold:
-                    drafting.released(row)
+        done = [row for row in rows if row.num_tokens == len(row.tokens)]
+        rows = [row for row in rows if row not in done]
+        for drafting in draftings:
+            drafting.finished(done)
+            for row in [row for row in done if row.generation.hold]:
+                drafting.released(row)
         if step % 7 == 6:
             drafters[1].insert_all()
             slots = [drafting._open(rows[:5]) for drafting in draftings]
