@@ -10,6 +10,7 @@ import torch
 from conftest import seed_all
 from decode_layer_cases import fused_model, passes
 from dta_kernels.layers.few_rows import tiles_for
+from dta_kernels.layers.qkv_rope import QKVLayout
 from dta_kernels.logprobs.draw_tokens import draw_tokens, draw_tokens_reference
 from dta_kernels.paged_attention import launch
 from dta_kernels.paged_attention.launch import paged_config
@@ -18,6 +19,7 @@ from megatron_dta.core.model.decode.paged_context import PagedContext
 from megatron_dta.core.model.layers.fused_layer import FusedLayer
 from megatron_dta.sampling.in_process.cuda_graphs import why_not_captured
 from megatron_dta.sampling.interface import GenerationRequest, generate
+from mixed_rows_cases import mixed_error
 from paged_attention_cases import PagedCase, relative_error
 from rollout_forest import NEVER, Drive, assert_same, run_forest, run_long, started, trainers_logprobs
 from sampling_cases import SHAPES, make_model, random_prompts
@@ -62,6 +64,16 @@ def test_the_compiled_kernels_equal_their_twin(
             for programs in (1, 10**6):
                 patched.setattr(launch, "_PROGRAMS", programs)
                 assert torch.equal(out[:n], case.run(config))
+
+
+@pytest.mark.parametrize("programs", [1, 4096])
+@pytest.mark.parametrize("layout", [QKVLayout(3, 3, 64), QKVLayout(8, 2, 128), QKVLayout(2, 8, 256)])
+def test_attention_of_mixed_rows_equals_its_twin(layout: QKVLayout, programs: int):
+    """With the settings of few sequences and of many."""
+    generator, (_, ratio, head_size) = seed_all(programs), layout
+    for dtype, bound in BOUNDS.items():
+        config, rows = paged_config(ratio, head_size, dtype, 1, programs), (layout, head_size, head_size > 64, 1)
+        assert mixed_error(generator, [300, 2, 0, 4095, 640], *rows, dtype, CUDA, config, False) < 3 * bound
 
 
 def test_layers_with_products_of_few_rows(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ and writes to pages that the processes share.
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import io
@@ -12,10 +13,12 @@ import os
 import re
 import types
 import weakref
+from datetime import timedelta
 
 gc.disable()
 
 import torch._dynamo  # noqa: F401 (every optimizer imports it, which takes 0.5 s)
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
 import mesh_worker  # noqa: F401
 from megatron_dta.wiring.attach import attach_extras
@@ -55,6 +58,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     quick_interpreter.make_quick()
     quick_interpreter.rewrite_kernels()
+
+
+class _SharingGloo(ProcessGroupGloo):
+    """All groups of a process share a device, of which each has a thread that wakes a hundred times a second."""
+
+    _device = staticmethod(functools.cache(ProcessGroupGloo.create_default_device))
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout, options._threads = [self._device()], timeout, 2
+        super().__init__(store, rank, size, options)
+
+
+distributed_c10d.ProcessGroupGloo = _SharingGloo
 
 
 def _join_pages() -> None:

@@ -20,19 +20,10 @@ from megatron_dta.core.model.parallel.mesh import initialize_parallel
 from megatron_dta.training.huggingface.weights import HfWeights
 
 DENSE = ModelConfig(
-    num_layers=3,
-    hidden_size=64,
-    ffn_hidden_size=160,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=211,
-    swiglu=True,
-    disable_bias_linear=True,
-    qk_layernorm=True,
-    untie_embeddings_and_output_weights=True,
-    max_position_embeddings=16,
-    bf16=True,
-)
+    num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_heads=4, num_query_groups=2, vocab_size=211,
+    swiglu=True, disable_bias_linear=True, qk_layernorm=True, untie_embeddings_and_output_weights=True,
+    max_position_embeddings=16, bf16=True,
+)  # fmt: skip
 
 
 class HostMemory(TorchDispatchMode):

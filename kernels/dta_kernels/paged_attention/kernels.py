@@ -2,8 +2,8 @@
 
 A tile is a run of new tokens of one sequence. A program computes one tile, one group of heads and one part of the keys,
 with the online softmax in base 2. The program that finishes the last part of a tile merges all of them in order. The
-division of the keys depends only on the tile's own number of keys, so the result of a sequence does not depend on the
-rest of the batch.
+division of the keys depends only on the tile's own number of keys, so with the same settings the result of a sequence
+does not depend on the rest of the batch.
 
 Shapes that change between passes, and the pages' addresses, are read from memory. Nothing is compiled again, and a
 captured launch serves every pass, also after the cache has moved.

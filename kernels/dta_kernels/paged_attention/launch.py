@@ -35,6 +35,9 @@ LONGEST_SPLIT_RUN = 64
 # Programs of a launch, if there are that many parts.
 _PROGRAMS = 1024
 
+# Programs of a decoding launch times the channels of a head, up to which they cannot hide the way to the memory.
+_FEW_CHANNELS = 48 * 1024
+
 
 @dataclass(frozen=True)
 class PagedConfig:
@@ -61,8 +64,8 @@ class PagedConfig:
 
 
 @lru_cache(maxsize=256)
-def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) -> PagedConfig:
-    """Settings for runs of up to ``run`` tokens; those of decoding (1) do not depend on the batch.
+def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int, programs: int = 1) -> PagedConfig:
+    """Settings for runs of up to ``run`` tokens; ``programs``: tiles times groups of heads of a launch.
 
     Raises:
         ValueError: the kernels do not support the inputs.
@@ -75,9 +78,14 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int) 
     if run > LONGEST_SPLIT_RUN:
         return PagedConfig(max(64, least), keys, 1, keys, 4, 2)
     rows = max(least, min(64, power_of_two(group_size * run)))
+    decodes = run == 1 and group_size < 16
+    if decodes and programs * head_size > _FEW_CHANNELS:
+        # The smaller, the more of them run at once, which hides the way to the memory.
+        return PagedConfig(rows, 16, 16, 256, 2 if is_wide else 1, 3)
     if rows == 16 and not is_wide:
-        # Small programs, of which a processor runs four at once.
-        return PagedConfig(rows, 64, 16, 256, 2, 2)
+        # Few programs must read many keys at once; a processor runs four of them.
+        warps, stages = (1, 3) if decodes and head_size <= 64 else (2, 2)
+        return PagedConfig(rows, 64, 16, 256, warps, stages)
     return PagedConfig(rows, keys, 16, 256, 4, stages)
 
 

@@ -34,8 +34,8 @@ def small_parts() -> Iterator[None]:
     """
     config = HeadShape.config
 
-    def small(shape: HeadShape, run: int):
-        settings = config(shape, run)
+    def small(shape: HeadShape, run: int, tiles: int = 1):
+        settings = config(shape, run, tiles)
         return replace(settings, parts=min(settings.parts, 2), keys=16, min_part=16)
 
     with mock.patch.object(HeadShape, "config", small), mock.patch.object(launch, "_PROGRAMS", 32):

@@ -33,15 +33,9 @@ def product_errors(n: int, sizes: tuple[int, int], tiles: Tiles, dtype: torch.dt
 
 
 def check_pages(
-    generator: np.random.Generator,
-    n: int,
-    layout: QKVLayout,
-    rotated: int,
-    norm: bool,
-    terms: int,
-    dtype: torch.dtype,
+    generator: np.random.Generator, n: int, layout: QKVLayout, rotated: int, norm: bool, terms: int, dtype: torch.dtype,
     device: torch.device,
-) -> float:
+) -> float:  # fmt: skip
     """Largest relative error of queries and pages, which are NaN where nothing may be written."""
     G, P, D = layout
     size = (n, G * (P + 2) * D)

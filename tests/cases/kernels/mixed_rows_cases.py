@@ -20,17 +20,9 @@ EPS = 1e-6
 
 
 def mixed_error(
-    generator: np.random.Generator,
-    starts: list[int],
-    layout: QKVLayout,
-    rotated: int,
-    norm: bool,
-    terms: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    config: PagedConfig,
-    same_bits: bool,
-) -> float:
+    generator: np.random.Generator, starts: list[int], layout: QKVLayout, rotated: int, norm: bool, terms: int,
+    dtype: torch.dtype, device: torch.device, config: PagedConfig, same_bits: bool,
+) -> float:  # fmt: skip
     """Relative error of the output for sequences of ``starts`` cached positions, and rows of no sequence behind them;
     checks that pages are what is expected, that a repeat gives the same bits and, if ``same_bits``, that these are
     those of the kernels one after the other."""

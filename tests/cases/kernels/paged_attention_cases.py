@@ -37,16 +37,9 @@ class PagedCase:
 
     @classmethod
     def random(
-        cls,
-        generator: np.random.Generator,
-        starts: list[int],
-        counts: list[int],
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        page_size: int = 16,
-        strided: bool = True,
-    ) -> "PagedCase":
+        cls, generator: np.random.Generator, starts: list[int], counts: list[int], shape: tuple[int, int, int],
+        dtype: torch.dtype, device: torch.device, page_size: int = 16, strided: bool = True,
+    ) -> "PagedCase":  # fmt: skip
         """``shape``: query heads, key/value heads, head size."""
         H, G, D = shape
         starts, counts = np.array(starts, np.int64), np.array(counts, np.int64)

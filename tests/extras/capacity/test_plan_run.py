@@ -62,21 +62,13 @@ def test_parameters_are_those_of_the_real_model(seed: int) -> None:
     rng = seed_all(seed)
     groups = int(rng.integers(1, 4))
     shape = DecoderShape(
-        num_layers=int(rng.integers(1, 4)),
-        hidden_size=8 * int(rng.integers(1, 5)),
-        ffn_hidden_size=int(rng.integers(3, 40)),
-        num_attention_heads=groups * int(rng.integers(1, 3)),
-        num_query_groups=groups,
-        kv_channels=2 * int(rng.integers(1, 6)),
-        vocab_size=int(rng.integers(11, 60)),
-        swiglu=bool(seed % 2),
-        qk_layernorm=bool(rng.integers(2)),
-        add_qkv_bias=bool(rng.integers(2)),
-        untie_embeddings_and_output_weights=bool(rng.integers(2)),
-        num_experts=4 if seed >= 3 else None,
-        moe_ffn_hidden_size=12 if seed >= 3 else None,
-        moe_shared_expert_intermediate_size=7 if seed == 5 else None,
-    )
+        num_layers=int(rng.integers(1, 4)), hidden_size=8 * int(rng.integers(1, 5)),
+        ffn_hidden_size=int(rng.integers(3, 40)), num_attention_heads=groups * int(rng.integers(1, 3)),
+        num_query_groups=groups, kv_channels=2 * int(rng.integers(1, 6)), vocab_size=int(rng.integers(11, 60)),
+        swiglu=bool(seed % 2), qk_layernorm=bool(rng.integers(2)), add_qkv_bias=bool(rng.integers(2)),
+        untie_embeddings_and_output_weights=bool(rng.integers(2)), num_experts=4 if seed >= 3 else None,
+        moe_ffn_hidden_size=12 if seed >= 3 else None, moe_shared_expert_intermediate_size=7 if seed == 5 else None,
+    )  # fmt: skip
     config = config_of(shape)
     assert DecoderShape.of(config) == shape
     model = build_model(config, initialize_parallel(seed))

@@ -59,10 +59,10 @@ class HeadShape:
         """Channels of a key and of a value in the cache."""
         return self.head_size, self.head_size if self.value_size is None else self.value_size
 
-    def config(self, run: int) -> PagedConfig:
-        """The kernels' settings for runs of up to ``run`` tokens."""
+    def config(self, run: int, tiles: int = 1) -> PagedConfig:
+        """The kernels' settings for ``tiles`` of runs of up to ``run`` tokens."""
         shape = self.num_heads // self.num_groups, self.head_size, self.dtype
-        return invariant_config(*shape) if is_batch_invariant() else paged_config(*shape, run)
+        return invariant_config(*shape) if is_batch_invariant() else paged_config(*shape, run, tiles * self.num_groups)
 
     def tile_tokens(self, run: int) -> int:
         """Maximum number of tokens of a tile for runs of up to ``run`` tokens."""
@@ -182,7 +182,7 @@ def paged_context(
     for part in (slice(0, short), slice(short, None)):
         if len(counts[part]):
             run = int(counts[part].max())
-            configs.append(shape.config(run))
+            configs.append(shape.config(run, len(counts[part])))
             first = int(counts[: part.start].sum())
             tile_tokens = shape.tile_tokens(run)
             arrays.append(tiles_of(starts[part], counts[part], rows.table_begins[part], first, tile_tokens))
@@ -226,7 +226,7 @@ class StaticPass:
         self.context = PagedContext(
             position_ids=self.words[:n], addresses=addresses, layer_rows=layer_rows, page_size=page_size,
             num_groups=shape.num_groups, slots=self.words[n : 2 * n], tables=tables,
-            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run))], decodes=run == 1,
+            launches=[(self.words[4 * n :].view(-1, TILE_FIELDS), shape.config(run, n))], decodes=run == 1,
         )  # fmt: skip
 
     def _allocate(self, n: int, device: torch.device) -> None:
