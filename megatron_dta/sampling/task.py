@@ -5,10 +5,11 @@ The task is built before the model, whose vocabulary size may come from the toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from megatron_dta.sampling.prompts.tokenizer import Tokenizer, build_tokenizer
 from megatron_dta.sampling.rewards.registry import Response, RewardFunction, exact_match, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer
 from megatron_dta.sampling.rewards.server_reward import RemoteReward
+
+Key = TypeVar("Key", bound=Hashable)
 
 REWARD_WORKERS = 8
 """Rewards of math_verify, code_tests and remote that are computed at once."""
@@ -63,6 +66,23 @@ class SamplingTask:
         ids = [token_ids.tolist() for token_ids in sampled]
         texts = zip(prompts, self.tokenizer.decode_all(ids), ids, strict=True)
         return [Response(prompt.prompt_id, prompt.record, text, tokens) for prompt, text, tokens in texts]
+
+
+class ResponseReader(Generic[Key]):
+    """Reads responses in a thread of its own, while a device samples others."""
+
+    def __init__(self, task: SamplingTask) -> None:
+        self._task, self._thread = task, ThreadPoolExecutor(1, "responses")
+        self._parts: list[tuple[Sequence[Key], Future[list[Response]]]] = []
+
+    def read(self, keys: Sequence[Key], prompts: Sequence[Prompt], sampled: Sequence[np.ndarray]) -> None:
+        """Begin to read responses, each of which has a key."""
+        self._parts.append((keys, self._thread.submit(self._task.responses, prompts, sampled)))
+
+    def finish(self) -> dict[Key, Response]:
+        """All responses by their keys; nothing is read after it."""
+        self._thread.shutdown()
+        return {key: done for keys, part in self._parts for key, done in zip(keys, part.result(), strict=True)}
 
 
 def build_task(

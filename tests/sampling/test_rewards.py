@@ -19,7 +19,7 @@ from megatron_dta.sampling.prompts.arithmetic import ArithmeticTask
 from megatron_dta.sampling.rewards.registry import Response, exact_match, load_reward_function
 from megatron_dta.sampling.rewards.scoring import Scorer, counted
 from megatron_dta.sampling.sources.independent import SamplingEvaluation, SamplingSource
-from megatron_dta.sampling.task import build_task
+from megatron_dta.sampling.task import ResponseReader, build_task
 from megatron_dta.wiring.engines import build_engine
 from one_reward import compute_reward
 
@@ -130,6 +130,14 @@ def small_model(vocab_size: int):
         init_method_std=0.3, params_dtype=torch.float64,
     )  # fmt: skip
     return build_model(config, device)
+
+
+def test_what_reading_responses_raises_is_raised(monkeypatch: pytest.MonkeyPatch):
+    task = build_task(SamplingConfig(task="arithmetic", rollout_max_response_len=5), max_position_embeddings=32)
+    monkeypatch.setattr(task.tokenizer, "decode_all", lambda ids: 1 / 0)
+    (reader := ResponseReader(task)).read([0], task.prompts[:1], [np.zeros(1, np.int32)])
+    with pytest.raises(ZeroDivisionError):
+        reader.finish()
 
 
 def test_source_and_evaluation():

@@ -26,10 +26,9 @@ from megatron_dta.sampling.interface import GenerationRequest, GenerationResult,
 from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt, prompts_at
 from megatron_dta.sampling.prompts.tokenizer import Tokenizer
-from megatron_dta.sampling.rewards.registry import Response
 from megatron_dta.sampling.rewards.scoring import counted
 from megatron_dta.sampling.sources.batch_source import Evaluation, RolloutError, SampledSource
-from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.task import ResponseReader, SamplingTask
 
 
 class PromptSource(SampledSource):
@@ -222,18 +221,19 @@ def _sample_and_score(
         )
         for sequence in share.tolist()
     ]
-    responses: dict[int, Response] = {}
+    reader: ResponseReader[int] = ResponseReader(task)
 
     def read(results: list[GenerationResult]) -> None:
-        of_prompts = [prompts[sequence_prompt[result.request_id]] for result in results]
-        read_now = task.responses(of_prompts, [result.token_ids for result in results])
-        responses.update(zip([result.request_id for result in results], read_now, strict=True))
+        sequences = [result.request_id for result in results]
+        of_prompts = [prompts[sequence_prompt[sequence]] for sequence in sequences]
+        reader.read(sequences, of_prompts, [result.token_ids for result in results])
 
     with phase(engine, params, iteration):
         results = generate(engine, requests, read if mesh.is_first_of_replica else None)
     scored: list[tuple[GenerationResult, float | None]] = []
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     if mesh.is_first_of_replica:
+        responses = reader.finish()
         rewards = task.scorer.score([responses[result.request_id] for result in results])
         scored = list(zip(results, rewards, strict=True))
     scored = [pair for part in mesh.gather_from_replicas(scored) for pair in part]

@@ -23,7 +23,7 @@ from megatron_dta.sampling.params import SamplingParams
 from megatron_dta.sampling.prompts.load import Prompt
 from megatron_dta.sampling.sources.batch_source import RolloutError
 from megatron_dta.sampling.sources.independent import HeldOutEvaluation, PromptSource
-from megatron_dta.sampling.task import SamplingTask
+from megatron_dta.sampling.task import ResponseReader, SamplingTask
 from megatron_dta.sampling.treepo.records import tree_rollouts
 from megatron_dta.sampling.treepo.sampler import TreeQuery, TreeSampler
 from megatron_dta.sampling.treepo.settings import TreeSettings
@@ -135,13 +135,13 @@ def sample_scored_trees(
     mesh = current_mesh()
     share = np.array_split(np.arange(len(prompts)), mesh.data_size)[mesh.data_rank].tolist()
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
-    is_scorer, responses = scored and mesh.is_first_of_replica, {}
+    is_scorer = scored and mesh.is_first_of_replica
+    reader: ResponseReader[tuple[int, tuple[int, ...]]] = ResponseReader(task)
 
     def read(leaves: Sequence[tuple[int, TreeNode, np.ndarray]]) -> None:
         of_prompts = [prompts[share[query]] for query, _, _ in leaves]
         sampled = [leaf[2][len(prompt.token_ids) :] for leaf, prompt in zip(leaves, of_prompts, strict=True)]
-        read_now = task.responses(of_prompts, sampled)
-        responses.update(((query, leaf.path), done) for (query, leaf, _), done in zip(leaves, read_now, strict=True))
+        reader.read([(query, leaf.path) for query, leaf, _ in leaves], of_prompts, sampled)
 
     queries = [TreeQuery(first + i, prompts[i].token_ids, prompts[i].record) for i in share]
     try:
@@ -151,6 +151,7 @@ def sample_scored_trees(
     rewards: list[dict[int, float] | None] = [None] * len(trees)
     if is_scorer:
         leaves = [(i, tree.nodes[leaf].path) for i, tree in enumerate(trees) for leaf in tree.leaves]
+        responses = reader.finish()
         # Failures end the run here (config.rollout_checks): no reward is None.
         values = iter(task.scorer.score([responses[leaf] for leaf in leaves]))
         rewards = [{leaf: next(values) for leaf in tree.leaves} for tree in trees]
