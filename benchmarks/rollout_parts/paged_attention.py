@@ -39,7 +39,7 @@ def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[di
     dtype = torch.float32 if arguments.dtype == "fp32" else torch.bfloat16
     bandwidth = arguments.memory_bandwidth_gbs * 1e9 if arguments.memory_bandwidth_gbs else measured_bandwidth(device)
     H, G, D = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels
-    default = paged_config(H // G, D, dtype, arguments.draft_tokens + 1)
+    default = paged_config(H // G, D, dtype, arguments.draft_tokens + 1, arguments.batch * G)
     rows = []
     for config in [default, *(_others(default) if arguments.sweep else [])]:
         seconds = _seconds(arguments, config, (H, G, D), dtype, device)
@@ -51,7 +51,7 @@ def run_attention(arguments: argparse.Namespace, setup: Setup | None) -> list[di
 
 
 def _others(default: PagedConfig) -> list[PagedConfig]:
-    settings = product((32, 64, 128), (2, 3, 4), (2, 4), (128, 256, 512))
+    settings = product((16, 32, 64, 128), (2, 3, 4), (1, 2, 4), (128, 256, 512))
     configs = [
         replace(default, keys=keys, num_stages=stages, num_warps=warps, min_part=max(keys, min_part))
         for keys, stages, warps, min_part in settings
