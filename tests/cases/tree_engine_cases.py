@@ -19,19 +19,10 @@ LLAMA = {"make_vocab_size_divisible_by": 1, "norm_epsilon": 1e-6}
 
 def model_config(dtype: torch.dtype = torch.float64, **settings: object) -> ModelConfig:
     shape = dict(
-        num_layers=2,
-        hidden_size=24,
-        ffn_hidden_size=40,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=160,
-        swiglu=True,
-        disable_bias_linear=True,
-        init_method_std=0.15,
+        num_layers=2, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2, kv_channels=8,
+        vocab_size=VOCABULARY, max_position_embeddings=160, swiglu=True, disable_bias_linear=True, init_method_std=0.15,
         params_dtype=dtype,
-    )
+    )  # fmt: skip
     return ModelConfig(**{**shape, **settings})
 
 

@@ -61,7 +61,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 class _SharingGloo(ProcessGroupGloo):
-    """All groups of a process share a device, of which each has a thread that wakes a hundred times a second."""
+    """All groups of a process share one device: the thread of a device wakes a hundred times a second."""
 
     _device = staticmethod(functools.cache(ProcessGroupGloo.create_default_device))
 

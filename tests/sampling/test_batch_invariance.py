@@ -12,6 +12,7 @@ from conftest import seed_all
 from dta_kernels.invariant.products import InvariantProduct, is_batch_invariant, product, row_sums, set_batch_invariant
 from megatron_dta.core.config import ObjectiveConfig, TreeConfig
 from megatron_dta.core.engine import TreeEngine, prepare_batch
+from megatron_dta.core.model.decode.paged_context import HeadShape
 from megatron_dta.core.objectives.registry import make_objective
 from megatron_dta.core.planning.step.sample import TrainingSample
 from rollout_forest import PARAMS, Drive, run_forest, started, trainers_logprobs
@@ -110,6 +111,13 @@ def test_rows_of_a_product_do_not_depend_on_their_number(dtype: torch.dtype):
     for begin, end in ((0, 1), (3, 40), (11, 44), (69, 70)):
         assert torch.equal(product(x[begin:end], weight), rows[begin:end])
     assert product(x[:0], weight).shape == (0, 21)
+
+
+def test_only_without_the_mode_settings_of_attention_follow_the_number_of_sequences():
+    shape = HeadShape(16, 8, 128, torch.bfloat16)
+    assert shape.config(1, 16) != shape.config(1, 256)
+    set_batch_invariant(True)
+    assert shape.config(1, 16) == shape.config(1, 256)
 
 
 def test_a_row_has_the_sum_that_it_has_beside_others():

@@ -35,7 +35,7 @@ LONGEST_SPLIT_RUN = 64
 # Programs of a launch, if there are that many parts.
 _PROGRAMS = 1024
 
-# Programs of a decoding launch times the channels of a head, up to which they cannot hide the way to the memory.
+# Up to this number of programs times channels of a head, a decoding launch is too small to hide the memory's latency.
 _FEW_CHANNELS = 48 * 1024
 
 
@@ -80,10 +80,10 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int, 
     rows = max(least, min(64, power_of_two(group_size * run)))
     decodes = run == 1 and group_size < 16
     if decodes and programs * head_size > _FEW_CHANNELS:
-        # The smaller, the more of them run at once, which hides the way to the memory.
+        # Many small programs at once hide the memory's latency.
         return PagedConfig(rows, 16, 16, 256, 2 if is_wide else 1, 3)
     if rows == 16 and not is_wide:
-        # Few programs must read many keys at once; a processor runs four of them.
+        # With few programs each reads many keys at once; a processor runs four of them.
         warps, stages = (1, 3) if decodes and head_size <= 64 else (2, 2)
         return PagedConfig(rows, 64, 16, 256, warps, stages)
     return PagedConfig(rows, keys, 16, 256, 4, stages)

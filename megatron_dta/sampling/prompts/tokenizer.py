@@ -177,7 +177,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
     def decode_all(self, sequences: Iterable[list[int]]) -> list[str]:
-        return self._tokenizer.decode_batch(list(sequences), skip_special_tokens=True)  # mostly without Python's lock
+        return self._tokenizer.decode_batch(list(sequences), skip_special_tokens=True)  # other threads run meanwhile
 
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)
