@@ -286,7 +286,7 @@ def test_why_experts_and_meshes_are_not_captured(monkeypatch: pytest.MonkeyPatch
 
 
 def test_buckets_hold_what_they_are_for():
-    sizes = [bucket(count) for count in range(1, 1025)]
+    sizes = [bucket(count) for count in range(1, 4097)]
     assert all(size >= count for count, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert set(sizes[:256]) == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256}

@@ -161,8 +161,8 @@ class SamplingConfig:
     inference_max_requests: int | None = option(
         None,
         "Maximum number of sequences decoded at once, or sent to one server; does not change the samples (default: 256 "
-        "on a server; in-process what surely fits into the K/V cache, at least 256, at most 1024 a pipeline stage; 256 "
-        "with recurrent layers).",
+        "on a server; in-process what surely fits into the K/V cache, at least 256, at most 4096 or, with more than "
+        "65,536 positions or with latent attention, 1024; 256 with recurrent layers).",
         minimum=1,
         needs="prompt_data or task",
     )

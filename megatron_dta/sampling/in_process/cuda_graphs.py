@@ -48,8 +48,8 @@ from megatron_dta.sampling.in_process.request import Request
 from megatron_dta.sampling.in_process.scheduler import Pass
 from megatron_dta.sampling.params import SamplingParams
 
-MOST_TOKENS = 1024
-"""Larger passes keep a GPU busy without a graph."""
+MOST_TOKENS = 4096
+"""Maximum number of tokens in a pass, and of requests that run at once."""
 
 _MOST_GRAPHS = 96
 # The logits of all of them are computed.
@@ -57,9 +57,11 @@ _MOST_PROMPT_TOKENS = 256
 
 
 def bucket(count: int) -> int:
-    """The captured size for ``count`` rows: powers of two and the values halfway between, then multiples of 128."""
+    """The captured size for ``count`` rows: powers of two and the values halfway between, then multiples of 128, and
+    above 1,024 of 256."""
     if count > 256:
-        return -(-count // 128) * 128
+        step = 128 if count <= 1024 else 256
+        return -(-count // step) * step
     power = 1 << (count - 1).bit_length()
     return power // 4 * 3 if power >= 32 and count <= power // 4 * 3 else power
 

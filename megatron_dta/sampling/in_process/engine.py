@@ -29,7 +29,6 @@ from megatron_dta.core.model.decode.decode_context import append_context
 from megatron_dta.core.model.decode.paged_cache import PagedCache
 from megatron_dta.core.model.decode.paged_context import paged_context
 from megatron_dta.core.model.kernel_types import upload
-from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.staged_model import Model
 from megatron_dta.sampling.degenerate import DegenerateDetector
 from megatron_dta.sampling.in_process.bursts import Drawn, Flight, Launcher
@@ -82,9 +81,10 @@ class InProcessEngine(RolloutEngine):
         self._flight: Flight | None = None  # launched ahead of the tokens that were read
         self._drafted: DraftedRows | None = None
         self._runs_on, self._round_seconds = False, 0.0  # whether its rows keep the pages of the next pass
-        # The states of many requests would take the memory of their K and V.
-        most = FEW_REQUESTS if self._states.is_used else MOST_TOKENS * current_mesh().pipeline_size
-        self._most_rows = settings.max_requests or most
+        # Many requests take memory for the tables of their pages, and for what attention to latents computes; their
+        # states would take that of their K and V.
+        most = MOST_TOKENS if self._shape.has_kernels and model.max_sequence_length <= 65_536 else 1024
+        self._most_rows = settings.max_requests or (FEW_REQUESTS if self._states.is_used else most)
         if settings.static_passes and (self._is_paged or not self._shape.has_kernels):
             self._steps = decode_steps(model, self._shape, settings.block_size, self._most_rows)
         self._one_a_row = self._states.is_used or not self._shape.has_kernels  # token of a pass at fixed addresses
@@ -358,13 +358,9 @@ class InProcessEngine(RolloutEngine):
             self._held[request.request_id] = sequence
         self._counts["requests"] += 1
         dtype = np.float64 if self._shape.dtype == torch.float64 else np.float32
-        return GenerationResult(
-            request.request_id,
-            response,
-            sequence.logprobs[: len(response)].astype(dtype),
-            FinishReason.STOP if is_stop else FinishReason.LENGTH,
-            self._policy_version,
-        )
+        logprobs = sequence.logprobs[: len(response)].astype(dtype)
+        end = FinishReason.STOP if is_stop else FinishReason.LENGTH
+        return GenerationResult(request.request_id, response, logprobs, end, self._policy_version)
 
     def _refuse_while_running(self, call: str) -> None:
         if self._running:

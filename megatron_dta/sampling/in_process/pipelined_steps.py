@@ -36,7 +36,7 @@ from megatron_dta.core.model.kernel_types import upload
 from megatron_dta.core.model.parallel.mesh import current_mesh
 from megatron_dta.core.model.parallel.stage_channels import stage_channels
 from megatron_dta.core.model.parallel.staged_model import Model, StagedModel
-from megatron_dta.sampling.in_process.cuda_graphs import MOST_TOKENS, Burst, CapturedPass, DecodeSteps, RunningBurst
+from megatron_dta.sampling.in_process.cuda_graphs import Burst, CapturedPass, DecodeSteps, RunningBurst
 from megatron_dta.sampling.params import SamplingParams
 
 
@@ -71,7 +71,6 @@ class PipelinedSteps(DecodeSteps):
         mesh = current_mesh()
         self._stage, self._num_stages = mesh.pipeline_rank, mesh.pipeline_size
         self._num_visits = self._num_stages * len(model.model_chunks)
-        self.most_tokens = MOST_TOKENS * self._num_stages
 
     def launch(self, cache: PagedCache, burst: Burst, params: SamplingParams) -> RunningBurst:
         self._read(cache, burst)
