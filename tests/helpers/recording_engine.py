@@ -47,13 +47,9 @@ class RecordingEngine(RolloutEngine):
     """
 
     def __init__(
-        self,
-        vocab_size: int = 1000,
-        end_probability: EndProbability = 0.0,
-        seed: int = 0,
-        most_at_once: int = 4,
+        self, vocab_size: int = 1000, end_probability: EndProbability = 0.0, seed: int = 0, most_at_once: int = 4,
         tokens_per_poll: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.requests: list[GenerationRequest] = []
         self.results: dict[int, GenerationResult] = {}
         self.held: set[int] = set()

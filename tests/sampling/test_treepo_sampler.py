@@ -105,14 +105,11 @@ def test_the_tree_depends_neither_on_the_order_of_results_nor_on_the_other_queri
         settings, params = random_settings(rng), SamplingParams(64, EOS)
         queries = random_queries(rng, 6, 30)
         together = TreeSampler(RecordingEngine(30, 0.15, seed=1, most_at_once=1), settings).sample(queries, params, 4)
-        lockstep = TreeSampler(RecordingEngine(30, 0.15, seed=2, most_at_once=99, tokens_per_poll=1), settings).sample(
-            queries[::-1], params, 4
-        )[::-1]
-        alone = [
-            TreeSampler(RecordingEngine(30, 0.15, seed=9), settings).sample([query], params, 4)[0] for query in queries
-        ]
+        engine = RecordingEngine(30, 0.15, seed=2, most_at_once=99, tokens_per_poll=1)
+        lockstep = TreeSampler(engine, settings).sample(queries[::-1], params, 4)[::-1]
+        alone = [TreeSampler(RecordingEngine(30, 0.15), settings).sample([q], params, 4)[0] for q in queries]
         delaying = TreeSampler(RecordingEngine(30, 0.15, seed=3, most_at_once=40), settings)
-        delaying.most_results = 2
+        delaying.least_results = 2
         for trees in (lockstep, alone, delaying.sample(queries, params, 4)):
             for a, b in zip(together, trees, strict=True):
                 assert_same_tree(a, b)
@@ -166,10 +163,9 @@ def slow_tree(query: TreeQuery, settings: TreeSettings, engine: RecordingEngine,
                 counts[branch] += 1
             forks = [(node, count, False) for node, count in zip(live, counts, strict=True)]
         else:
-            missing = settings.width - finished
+            missing = settings.width - finished if settings.fallback != "none" else 0
             draw = numbers.generator(Decision.FALLBACK, number)
-            nodes = fallback_nodes(tree, missing, settings, draw) if missing and settings.fallback != "none" else []
-            forks = [(node, 1, True) for node in nodes]
+            forks = [(node, 1, True) for node in fallback_nodes(tree, tree.leaves, missing, settings, draw)]
         number += 1
     return {(tree.nodes[leaf].path, tuple(tree.tokens(leaf).tolist()), tree.nodes[leaf].end) for leaf in tree.leaves}
 
@@ -187,6 +183,15 @@ def test_equals_the_rule_with_its_barrier(seed: int):
                 (tree.nodes[leaf].path, tuple(tree.tokens(leaf).tolist()), tree.nodes[leaf].end) for leaf in tree.leaves
             }
             assert leaves == slow_tree(query, settings, engine, params, 1)
+
+
+@pytest.mark.parametrize(("fallback", "early"), [("random", 12), ("finished", 0)])
+def test_a_certain_fallback_starts_with_the_round_before_it(fallback: str, early: int):
+    """Two paths and then four, which have the maximum length with their second segment: 12 of 16 leaves are missing."""
+    settings, engine = TreeSettings(16, 40, 20, fallback=fallback), RecordingEngine(100, seed=1, most_at_once=1)
+    TreeSampler(engine, settings).sample([TreeQuery(0, np.array([5]))], SamplingParams(40, EOS), 0)
+    third = [at for at, (name, _) in enumerate(engine.calls) if name == "finish"][2]
+    assert sum(name == "submit" for name, _ in engine.calls[:third]) == 2 + 4 + early
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

@@ -136,7 +136,7 @@ def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, 
     Args:
         whole: tokens, masks and logprobs of all parts.
         lengths: int64 [n], tokens of each part.
-        others: the other fields of each part, without those of sampled trees; the versions must agree.
+        others: the other fields of each part; the versions must agree.
     """
     ends = lengths.cumsum()
     if not (np.logical_or.reduceat(whole.loss_mask, ends - lengths) & ~whole.loss_mask[ends - lengths]).all():
@@ -146,7 +146,9 @@ def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, 
         part = object.__new__(Rollout)
         mask, logprobs = whole.loss_mask[begin:end], whole.logprobs[begin:end]
         vars(part).update(empty, token_ids=whole.token_ids[begin:end], loss_mask=mask, logprobs=logprobs)
-        vars(part).update((name, _CHECKS[name](value, mask)) for name, value in given.items() if value is not None)
+        vars(part).update(given)
+        vars(part).update((name, _CHECKS[name](given[name], mask)) for name in _CHECKS if given.get(name) is not None)
+        vars(part).update(_checked_tree_fields(part, end - begin))
         parts.append(part)
     return parts
 

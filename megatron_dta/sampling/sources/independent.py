@@ -125,13 +125,9 @@ class SamplingEvaluation(HeldOutEvaluation):
     """
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        task: SamplingTask,
-        config: SamplingConfig,
-        seed: int,
+        self, engine: RolloutEngine, task: SamplingTask, config: SamplingConfig, seed: int,
         max_prompts: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(task, config, seed, max_prompts)
         self._engine = engine
 
@@ -200,13 +196,9 @@ def _other_fields(prompt: Prompt, result: GenerationResult, reward: float, group
 
 
 def _sample_and_score(
-    engine: RolloutEngine,
-    task: SamplingTask,
-    prompts: Sequence[Prompt],
-    samples: int,
-    params: SamplingParams,
+    engine: RolloutEngine, task: SamplingTask, prompts: Sequence[Prompt], samples: int, params: SamplingParams,
     iteration: int,
-) -> list[tuple[Prompt, GenerationResult, float | None]]:
+) -> list[tuple[Prompt, GenerationResult, float | None]]:  # fmt: skip
     """``samples`` responses to every prompt with their rewards, prompt by prompt; the same on every rank.
 
     A reward is None if it has failed and its rollout must be dropped.

@@ -20,13 +20,15 @@ into max(2, min(8, 2 x 2)) = 4. If one of these 4 finishes, the other 3 share ma
 **No barrier.** A path does not wait for its round. As soon as it has decoded its segment, it starts the children that
 it gets regardless of the rest of the round (``budget.certain_branches``: the budget per living path only grows as more
 paths finish; with a division by logprob: one child). When more of the round is known, the node gets its remaining
-children. The decisions of a round depend only on what its paths and earlier rounds decoded, and the tokens of a node
-are keyed by its path. So the finished tree is a function of the query, the weights and the settings, and does not
-depend on the order in which an engine finishes requests.
+children. If all paths of a round will have the maximum length, a random fallback starts along with them, since it does
+not depend on how they end. The decisions of a round depend only on what its paths and earlier rounds decoded, and the
+tokens of a node are keyed by its path. So the finished tree is a function of the query, the weights and the settings,
+and does not depend on the order in which an engine finishes requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,30 +44,30 @@ _WITH_OUTCOME = (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT)
 @dataclass
 class _Round:
     """The paths started by one decision; ``members`` is None until the decision is complete. Each path alive has
-    ``certain`` children at least."""
+    ``certain`` children at least. ``all_end``: none of the paths started so far can be alive after its segment."""
 
     members: int | None = None
     finished_before: int = 0
     finished: int = 0
     certain: int = 1
+    all_end: bool = True
     alive: list[int] = field(default_factory=list)
 
 
 class QueryPolicy:
-    """Grows the tree of one query.
+    """Grows the tree of one query, whose paths consist of turns or are one turn each.
 
     Attributes:
         tree: the nodes so far.
         complete: whether no node is left to decode.
     """
 
-    def __init__(self, prompt: np.ndarray, settings: TreeSettings, numbers: QueryNumbers) -> None:
+    def __init__(self, prompt: np.ndarray, settings: TreeSettings, numbers: QueryNumbers, has_turns: bool) -> None:
         self.tree = SampledTree(numbers.query, prompt)
         self.complete = False
-        self._settings, self._numbers = settings, numbers
+        self._settings, self._numbers, self._has_turns = settings, numbers, has_turns
         self._rounds = [_Round()]
         self._current = 0  # the first round that is not complete
-        self._finished = 0  # leaves of the rounds before it
 
     def start(self) -> list[int]:
         """The first nodes to decode: children of the root."""
@@ -74,11 +76,13 @@ class QueryPolicy:
             low = int(self._numbers.generator(Decision.INITIAL_BRANCHES).integers(low, high + 1))
         branches = min(low, self._settings.width)
         self._rounds[0].members = branches
-        return [self._child(0, 0) for _ in range(branches)]
+        started = [self._child(0, 0) for _ in range(branches)]
+        self._start_what_is_certain(started)
+        return started
 
     def max_tokens(self, node: int) -> int:
         """Maximum number of tokens that the request of a new node may add."""
-        tokens_left = self._settings.max_response_tokens - self.tree.response_length(self.tree.nodes[node].parent)
+        tokens_left = self._tokens_left(self.tree.nodes[node].parent)
         return min(tokens_left, self._settings.segment_tokens or tokens_left)
 
     def advance(self, node: int) -> list[int]:
@@ -90,6 +94,7 @@ class QueryPolicy:
         if tree_node.end is not None:
             node_round.finished += 1
         else:
+            assert not node_round.all_end, "a path goes on although it has the maximum length"
             node_round.alive.append(node)
             self._top_up(node, node_round.certain, started)
         self._start_what_is_certain(started)
@@ -108,8 +113,11 @@ class QueryPolicy:
         return round_.members is not None and round_.finished + len(round_.alive) == round_.members
 
     def _start_what_is_certain(self, started: list[int]) -> None:
-        """Start the children that living paths get regardless of the undecoded members of the current round."""
+        """Start the children that living paths get regardless of the undecoded members of the current round, and those
+        of a fallback that follows it in any case."""
         round_ = self._rounds[self._current]
+        if round_.all_end and self._settings.fallback == "random":
+            self._fall_back(started)
         if self._settings.allocation != "even" or not round_.alive or round_.members is None:
             return
         branches = certain_branches(self._settings, round_.finished_before, round_.members, round_.finished)
@@ -121,22 +129,20 @@ class QueryPolicy:
     def _decide(self, started: list[int]) -> None:
         """Finish the complete current round: give its living paths all their children, or fall back."""
         round_ = self._rounds[self._current]
-        self._finished += round_.finished
-        number = self._current
-        self._current += 1
         if round_.alive:
             alive = sorted(round_.alive, key=lambda index: self.tree.nodes[index].path)
-            branches = self._divide(alive, round_, number)
+            branches = self._divide(alive, round_, self._current)
             for node, count in zip(alive, branches.tolist(), strict=True):
                 self._top_up(node, count, started)
             members = int(branches.sum())
         else:
-            members = self._fall_back(number, started)
+            members = self._fall_back(started)
+        self._current += 1
         if members == 0:
             self.complete = True
             return
         following = self._round(self._current)
-        following.members, following.finished_before = members, self._finished
+        following.members, following.finished_before = members, round_.finished_before + round_.finished
         self._start_what_is_certain(started)
 
     def _divide(self, alive: list[int], round_: _Round, number: int) -> np.ndarray:
@@ -156,14 +162,20 @@ class QueryPolicy:
         tree_node = self.tree.nodes[node]
         return float(np.mean(tree_node.logprobs[: tree_node.num_sampled], dtype=np.float64))
 
-    def _fall_back(self, number: int, started: list[int]) -> int:
-        """Start a branch at a node of a finished path for each missing leaf; returns their number."""
-        missing = self._settings.width - self._finished
-        if missing == 0 or self._settings.fallback == "none":
+    def _fall_back(self, started: list[int]) -> int:
+        """Start a branch at a node of a finished path for each leaf that is missing when all paths of the current round
+        have ended, unless they were started before; returns their number."""
+        settings, number = self._settings, self._current
+        round_, following = self._rounds[number], self._round(number + 1)
+        missing = settings.width - round_.finished_before - round_.members
+        if missing == 0 or settings.fallback == "none":
             return 0
-        draw = self._numbers.generator(Decision.FALLBACK, number)
-        for node in fallback_nodes(self.tree, missing, self._settings, draw):
-            started.append(self._child(node, self._current, fallback=True))
+        if following.members is None:
+            following.members = missing
+            leaves = [i for i, node in enumerate(self.tree.nodes) if node.end is not None or node.round == number]
+            draw = self._numbers.generator(Decision.FALLBACK, number)
+            for node in fallback_nodes(self.tree, leaves, missing, settings, draw):
+                started.append(self._child(node, number + 1, fallback=True))
         return missing
 
     def _top_up(self, node: int, branches: int, started: list[int]) -> None:
@@ -174,8 +186,12 @@ class QueryPolicy:
             started.append(self._child(node, self.tree.nodes[node].round + 1))
 
     def _child(self, parent: int, round_number: int, fallback: bool = False) -> int:
-        self._round(round_number)
+        round_, tokens_left = self._round(round_number), self._tokens_left(parent)
+        round_.all_end &= not self._has_turns and (self._settings.segment_tokens or tokens_left) >= tokens_left
         return self.tree.add_child(parent, fallback, round_number)
+
+    def _tokens_left(self, parent: int) -> int:
+        return self._settings.max_response_tokens - self.tree.response_length(parent)
 
     def _round(self, number: int) -> _Round:
         while len(self._rounds) <= number:
@@ -183,9 +199,12 @@ class QueryPolicy:
         return self._rounds[number]
 
 
-def fallback_nodes(tree: SampledTree, missing: int, settings: TreeSettings, draw: np.random.Generator) -> list[int]:
-    """The parents of ``missing`` new children, one entry per child; see the module's docstring."""
-    leaves = sorted(tree.leaves, key=lambda index: tree.nodes[index].path)
+def fallback_nodes(
+    tree: SampledTree, leaves: Sequence[int], missing: int, settings: TreeSettings, draw: np.random.Generator
+) -> list[int]:
+    """The parents of ``missing`` new children, one entry per child, after paths to ``leaves``; see the module's
+    docstring."""
+    leaves = sorted(leaves, key=lambda index: tree.nodes[index].path)
     if settings.fallback == "finished":
         leaves = [leaf for leaf in leaves if tree.nodes[leaf].end in _WITH_OUTCOME]
     if not leaves:

@@ -7,11 +7,12 @@ of a group share the nodes up to which their branches agree (``rollouts.record``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from megatron_dta.core.rollouts.record import Rollout
+from megatron_dta.core.rollouts.record import Rollout, parts_of
 from megatron_dta.sampling.treepo.tree import EndReason, SampledTree, TreeNode
 
 
@@ -25,34 +26,36 @@ def tree_rollouts(
     Args:
         rewards: reward of each leaf by its index; None: use the rewards that the environment gave along the path.
     """
-    weights = tree.leaf_weights()
-    leaves = [leaf for leaf in tree.leaves if tree.nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
+    weights, nodes = tree.leaf_weights(), tree.nodes
+    leaves = [leaf for leaf in tree.leaves if nodes[leaf].end is not EndReason.ENVIRONMENT_FAILED]
+    if not leaves:
+        return []
     total = sum(weights[leaf] for leaf in leaves) if len(leaves) < len(tree.leaves) else 1.0
-    return [
-        _rollout(
-            [tree.nodes[index] for index in tree.lineage(leaf)],
-            None if rewards is None else rewards[leaf],
-            group_id=group_id,
-            leaf_weight=weights[leaf] / (total or 1.0),
-            teacher=teacher,
-        )
-        for leaf in leaves
+    paths = [[nodes[index] for index in tree.lineage(leaf)] for leaf in leaves]
+    pieces = list(chain.from_iterable(paths))
+    counts = [count for node in pieces for count in (node.num_sampled, len(node.token_ids) - node.num_sampled)]
+    whole = Rollout(
+        np.concatenate([node.token_ids for node in pieces]),
+        np.repeat([True, False] * len(pieces), counts),
+        logprobs=np.concatenate([node.logprobs for node in pieces]).astype(np.float32, copy=False),
+    )
+    fields = [
+        _fields(path, None if rewards is None else rewards[leaf])
+        | dict(group_id=group_id, leaf_weight=weights[leaf] / (total or 1.0), teacher=teacher)
+        for leaf, path in zip(leaves, paths, strict=True)
     ]
+    return parts_of(whole, np.array([nodes[leaf].length for leaf in leaves]), fields)
 
 
-def _rollout(nodes: Sequence[TreeNode], reward: float | None, **fields: Any) -> Rollout:
-    counts = [count for node in nodes for count in (node.num_sampled, len(node.token_ids) - node.num_sampled)]
-    turn_rewards = np.array([node.reward for node in nodes], np.float32) if reward is None else None
-    return Rollout(
-        token_ids=np.concatenate([node.token_ids for node in nodes]),
-        loss_mask=np.repeat([True, False] * len(nodes), counts),
-        reward=float(sum(node.reward for node in nodes)) if reward is None else reward,
-        logprobs=np.concatenate([node.logprobs for node in nodes]).astype(np.float32, copy=False),
-        trajectory_id=".".join(map(str, nodes[-1].path)),
-        policy_version=min(node.policy_version for node in nodes[1:]),
-        segment_ends=np.array([node.length for node in nodes], np.int32),
-        branches=np.array([0, *nodes[-1].path], np.int32),
-        segment_rewards=turn_rewards,
-        fallback=nodes[-1].fallback,
-        **fields,
+def _fields(path: Sequence[TreeNode], reward: float | None) -> dict[str, Any]:
+    """The fields of a rollout that follow from the nodes on its path."""
+    leaf = path[-1]
+    return dict(
+        reward=float(sum(node.reward for node in path)) if reward is None else reward,
+        trajectory_id=".".join(map(str, leaf.path)),
+        policy_version=min(node.policy_version for node in path[1:]),
+        segment_ends=np.array([node.length for node in path], np.int32),
+        branches=np.array([0, *leaf.path], np.int32),
+        segment_rewards=np.array([node.reward for node in path], np.float32) if reward is None else None,
+        fallback=leaf.fallback,
     )

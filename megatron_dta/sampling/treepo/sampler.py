@@ -64,10 +64,11 @@ class TreeSampler:
         environments: runs the environments of multi-turn queries; None: a response is one turn.
 
     Attributes:
-        most_results: taken between two polls, so that a device goes on soon with those that follow from them.
+        least_results: between two polls so many results are taken, or an eighth of the nodes that are not done if they
+            are more: as many as a burst returns, and so few that a device soon goes on with what follows from them.
     """
 
-    most_results = 128
+    least_results = 128
 
     def __init__(
         self,
@@ -98,23 +99,24 @@ class TreeSampler:
                 waiting += self._engine.poll(patient=not waiting)
                 if not waiting:
                     raise RuntimeError(f"the engine has lost {len(self._nodes)} requests")
-                leaves = self._take(waiting[: self.most_results])
-                del waiting[: self.most_results]
+                most = max(self.least_results, len(self._nodes) // 8)
+                leaves = self._take(waiting[:most])
+                del waiting[:most]
                 if take is not None and leaves:
                     take(leaves)
         assert all(growing.policy.complete for growing in self._growing)
-        trees, self._growing = [growing.policy.tree.in_order() for growing in self._growing], []
+        trees, self._growing = [growing.policy.tree for growing in self._growing], []
         return trees
 
     def _begin(self, queries: Sequence[TreeQuery], params: SamplingParams, iteration: int) -> None:
         self._nodes, self._requests = {}, {}
         prompts, states = [query.token_ids for query in queries], [None] * len(queries)
-        if self._environments is not None:
+        if has_turns := self._environments is not None:
             states, observations = self._environments.reset([query.record for query in queries], prompts)
             prompts = [np.concatenate(pair) for pair in zip(prompts, observations, strict=True)]
         numbers = [QueryNumbers(params, iteration, query.number) for query in queries]
         self._growing = [
-            _Growing(QueryPolicy(prompt, self._settings, keyed), environments={0: state})
+            _Growing(QueryPolicy(prompt, self._settings, keyed, has_turns), environments={0: state})
             for prompt, keyed, state in zip(prompts, numbers, states, strict=True)
         ]
 
@@ -162,7 +164,11 @@ class TreeSampler:
             nodes_of.setdefault(query, []).append(node)
         self._engine.release([i for query in sorted(nodes_of) for i in self._over(query, nodes_of[query])])
         grown = [(query, node, self._growing[query]) for query, node, _ in decoded]
-        return [(i, g.policy.tree.nodes[n], g.context(n)[0]) for i, n, g in grown if g.policy.tree.nodes[n].end]
+        leaves = [(i, g.policy.tree.nodes[n], g.context(n)[0]) for i, n, g in grown if g.policy.tree.nodes[n].end]
+        for policy in (self._growing[query].policy for query in nodes_of):
+            if policy.complete:  # while a device may go on with other queries
+                policy.tree = policy.tree.in_order()
+        return leaves
 
     def _end_of(self, tree: SampledTree, node: int, ended: bool, outcome: StepOutcome | None) -> EndReason | None:
         """Why the path ends at ``node``, or None; adds the observation to the tree if the path continues."""

@@ -47,13 +47,7 @@ class TreeSettings:
         if treepo.rollout_method == "independent":
             return cls.independent(sampling.n_samples_per_prompt, sampling.rollout_max_response_len)
         return cls(
-            width=sampling.n_samples_per_prompt,
-            max_response_tokens=sampling.rollout_max_response_len,
-            segment_tokens=treepo.treepo_segment_length,
-            branching_factor=treepo.treepo_branching_factor,
-            initial_branches=treepo.treepo_initial_branches,
-            initial_branches_max=treepo.treepo_initial_branches_max,
-            allocation=treepo.treepo_allocation,
-            temperature=treepo.treepo_allocation_temperature,
-            fallback=treepo.treepo_fallback,
-        )
+            sampling.n_samples_per_prompt, sampling.rollout_max_response_len, treepo.treepo_segment_length,
+            treepo.treepo_branching_factor, treepo.treepo_initial_branches, treepo.treepo_initial_branches_max,
+            treepo.treepo_allocation, treepo.treepo_allocation_temperature, treepo.treepo_fallback,
+        )  # fmt: skip

@@ -112,25 +112,15 @@ def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRun
     """The runner of the environments of ``--environment``; None without that flag."""
     if config.environment.environment is None:
         return None
-    return EnvironmentRunner(
-        load_environment(config.environment.environment),
-        task.tokenizer,
-        config.reward.reward_timeout,
-        current_mesh,
-        config.sampling.rollout_failure == "drop",
-        task.template,
-    )
+    environment, drops = load_environment(config.environment.environment), config.sampling.rollout_failure == "drop"
+    seconds = config.reward.reward_timeout
+    return EnvironmentRunner(environment, task.tokenizer, seconds, current_mesh, drops, task.template)
 
 
 def sample_scored_trees(
-    sampler: TreeSampler,
-    task: SamplingTask,
-    prompts: Sequence[Prompt],
-    first: int,
-    params: SamplingParams,
-    iteration: int,
-    scored: bool = True,
-) -> list[tuple[SampledTree, dict[int, float] | None]]:
+    sampler: TreeSampler, task: SamplingTask, prompts: Sequence[Prompt], first: int, params: SamplingParams,
+    iteration: int, scored: bool = True,
+) -> list[tuple[SampledTree, dict[int, float] | None]]:  # fmt: skip
     """The tree of every prompt and, where ``scored``, the reward of each leaf; the same on every rank."""
     mesh = current_mesh()
     share = np.array_split(np.arange(len(prompts)), mesh.data_size)[mesh.data_rank].tolist()
