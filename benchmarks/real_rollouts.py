@@ -11,6 +11,8 @@ epochs of 12 batches), stories (192 x 16 answers of at most 768 tokens) and stor
 changes how many prompts a batch has. The weights stay those of the model. Seconds are those of a batch from its
 prompts to its rewards: the median without the first --skip batches, in which graphs are captured, and the mean of all
 others. With --random-weights only the tokenizer of DIR is read; no answer ends by itself, and no draft is right.
+bound_seconds (plain) is the time to read the weights once in each pass and K/V once for each token, at the rate of a
+large copy.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from common.bandwidth import measured_bandwidth
 
 HERE = Path(__file__).resolve()
 TASKS = {
@@ -74,6 +78,7 @@ class Worker:
         config = self.config(next(task for task in TASKS if (data / task).is_dir()), "plain", 256)[0]
         device = initialize_parallel(1, config.parallel)
         self.model = build_model(config.model, device, config.parallel)
+        self.bandwidth = measured_bandwidth(device)
         if not random_weights:
             load_hf(config, self.model)
         if "gc.freeze()" in Path("megatron_dta/train.py").read_text(encoding="utf-8"):
@@ -123,7 +128,17 @@ class Worker:
         return counts | {
             "seconds": seconds, "between_seconds": between, "rollouts": len(rollouts), "saved_seconds": saved or 0.0,
             "captures": after["captures"],
+            "bound_seconds": self.bound_seconds(rollouts, counts["forwards"]) if case[1] == "plain" else 0.0,
         }  # fmt: skip
+
+    def bound_seconds(self, rollouts: list[Any], passes: float) -> float:
+        """See the module's docstring."""
+        config, size = self.model.config, next(self.model.parameters()).element_size()
+        weight_bytes = size * sum(parameter.numel() for parameter in self.model.parameters())
+        token_bytes = size * config.num_layers * 2 * config.num_query_groups * config.kv_channels
+        lengths = [(len(rollout), len(rollout) - rollout.num_trained) for rollout in rollouts]
+        read_tokens = sum((before + total - 1) * (total - before) // 2 for total, before in lengths)
+        return (weight_bytes * passes + token_bytes * read_tokens) / self.bandwidth
 
 
 def _layers(source: Any) -> Any:
