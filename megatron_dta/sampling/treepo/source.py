@@ -113,8 +113,8 @@ def environment_runner(task: SamplingTask, config: SampledRun) -> EnvironmentRun
     if config.environment.environment is None:
         return None
     environment, drops = load_environment(config.environment.environment), config.sampling.rollout_failure == "drop"
-    seconds = config.reward.reward_timeout
-    return EnvironmentRunner(environment, task.tokenizer, seconds, current_mesh, drops, task.template)
+    timeout = config.reward.reward_timeout
+    return EnvironmentRunner(environment, task.tokenizer, timeout, current_mesh, drops, task.template)
 
 
 def sample_scored_trees(
