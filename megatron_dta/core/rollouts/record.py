@@ -145,9 +145,8 @@ def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, 
     for begin, end, given in zip((ends - lengths).tolist(), ends.tolist(), others, strict=True):
         part = object.__new__(Rollout)
         mask, logprobs = whole.loss_mask[begin:end], whole.logprobs[begin:end]
-        vars(part).update(empty, token_ids=whole.token_ids[begin:end], loss_mask=mask, logprobs=logprobs)
-        vars(part).update(given)
-        vars(part).update((name, _CHECKS[name](given[name], mask)) for name in _CHECKS if given.get(name) is not None)
+        more = {n: _CHECKS[n](v, mask) if n in _CHECKS else v for n, v in given.items() if v is not None}
+        vars(part).update(empty, token_ids=whole.token_ids[begin:end], loss_mask=mask, logprobs=logprobs, **more)
         vars(part).update(_checked_tree_fields(part, end - begin))
         parts.append(part)
     return parts
