@@ -69,22 +69,29 @@ class SamplingTask:
 
 
 class ResponseReader(Generic[Key]):
-    """Reads responses in threads, while a device samples others: 64 in a piece, most of whose time needs no Python."""
+    """Reads responses in threads, while a device samples others: 64 in a piece, most of whose time needs no Python.
+    Those that a reward function may score in threads are scored meanwhile."""
 
     def __init__(self, task: SamplingTask) -> None:
-        self._task, self._threads = task, ThreadPoolExecutor(4, "responses")
-        self._parts: list[tuple[Sequence[Key], Future[list[Response]]]] = []
+        self._task, self._scorer, self._threads = task, task.scorer, ThreadPoolExecutor(4, "responses")
+        self._parts: list[tuple[Sequence[Key], Future[list[tuple[Response, Any]]]]] = []
 
     def read(self, keys: Sequence[Key], prompts: Sequence[Prompt], sampled: Sequence[np.ndarray]) -> None:
         """Begin to read responses, each of which has a key."""
         submit, pieces = self._threads.submit, (slice(begin, begin + 64) for begin in range(0, len(keys), 64))
         for piece in pieces:
-            self._parts.append((keys[piece], submit(self._task.responses, prompts[piece], sampled[piece])))
+            self._parts.append((keys[piece], submit(self._read, prompts[piece], sampled[piece])))
 
-    def finish(self) -> dict[Key, Response]:
-        """All responses by their keys; nothing is read after it."""
+    def _read(self, prompts: Sequence[Prompt], sampled: Sequence[np.ndarray]) -> list[tuple[Response, Any]]:
+        responses = self._task.responses(prompts, sampled)
+        return list(zip(responses, self._scorer.begin(responses), strict=True))
+
+    def rewards(self, keys: Iterable[Key]) -> list[float | None]:
+        """The rewards of all responses in the order of their keys (``Scorer.score``); nothing is read after it."""
         self._threads.shutdown()
-        return {key: done for keys, part in self._parts for key, done in zip(keys, part.result(), strict=True)}
+        parts = ((of_part, part.result()) for of_part, part in self._parts)
+        pairs = {key: pair for of_part, part in parts for key, pair in zip(of_part, part, strict=True)}
+        return self._scorer.score(*zip(*(pairs[key] for key in keys), strict=True)) if pairs else []
 
 
 def build_task(

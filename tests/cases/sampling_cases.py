@@ -120,14 +120,9 @@ def slow_draw(weights: np.ndarray, number: float) -> int:
 
 
 def generate(
-    model: Any,
-    prompts: Any,
-    sequence_prompt: Any,
-    sequence_ids: Any,
-    params: SamplingParams,
-    iteration: int,
+    model: Any, prompts: Any, sequence_prompt: Any, sequence_ids: Any, params: SamplingParams, iteration: int,
     **settings: Any,
-) -> list[GenerationResult]:
+) -> list[GenerationResult]:  # fmt: skip
     """One response for each sequence from an engine with ``settings``, which is empty afterwards."""
     engine = InProcessEngine(model, EngineSettings(**settings))
     engine.start(params, iteration)

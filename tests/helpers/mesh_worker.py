@@ -84,13 +84,9 @@ class RankResult:
 
 
 def run_on_ranks(
-    function: Callable[[int, Any], Any],
-    argument: Any,
-    world_size: int,
-    folder: Path,
-    backend: str = "sockets",
+    function: Callable[[int, Any], Any], argument: Any, world_size: int, folder: Path, backend: str = "sockets",
     longest_s: float = LONGEST_S,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """``function(rank, argument)`` in ``world_size`` processes of one group; the results in order of rank.
 
     Args:

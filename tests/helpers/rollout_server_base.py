@@ -187,15 +187,9 @@ class RolloutServer:
         self._cache, self._cache_is_old = [], False
 
     async def sample(
-        self,
-        context: list[int],
-        most: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        stops: set[int],
+        self, context: list[int], most: int, temperature: float, top_p: float, seed: int, stops: set[int],
         allowed: list[int] | None,
-    ) -> tuple[list[int], list[float], str, int]:
+    ) -> tuple[list[int], list[float], str, int]:  # fmt: skip
         """Tokens, logprobs, the reason of the end ("stop", "length" or "abort"), context tokens in the cache."""
         if max(context) >= len(self.table) or min(context) < 0:
             raise BadRequestError(f"Token id {max(context)} is out of vocabulary")

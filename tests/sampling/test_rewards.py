@@ -1,5 +1,6 @@
 """Rewards and their forms, the arithmetic task, and the sampling source and evaluation."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,24 @@ def test_what_reading_responses_raises_is_raised(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(task.tokenizer, "decode_all", lambda ids: 1 / 0)
     (reader := ResponseReader(task)).read([0], task.prompts[:1], [np.zeros(1, np.int32)])
     with pytest.raises(ZeroDivisionError):
-        reader.finish()
+        reader.rewards([0])
+
+
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_concurrent_functions_score_while_others_are_sampled(is_concurrent: bool):
+    called = threading.Event()
+
+    def reward(prompt: dict, response: str, token_ids: list[int]) -> float:
+        called.set()
+        return float(len(token_ids))
+
+    reward.is_concurrent = is_concurrent
+    task = build_task(SamplingConfig(task="arithmetic", rollout_max_response_len=5), max_position_embeddings=32)
+    reader = ResponseReader(replace(task, reward_function=reward))
+    reader.read([7], task.prompts[:1], [np.zeros(1, np.int32)])
+    assert called.wait(60 if is_concurrent else 0.2) == is_concurrent
+    reader.read([5, 6], task.prompts[:2], [np.zeros(2, np.int32), np.zeros(3, np.int32)])
+    assert reader.rewards([6, 5, 7]) == [3.0, 2.0, 1.0]
 
 
 def test_source_and_evaluation():

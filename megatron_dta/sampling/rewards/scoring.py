@@ -5,20 +5,22 @@ function raised or did not return a finite number, a server did not answer, a pr
 ``--rollout-failure`` decides whether a failure stops the run with one line or drops the rollout from training. A
 response that is wrong, or whose program does not terminate, has the reward 0.
 
-A function may have two attributes: ``is_concurrent``, whether it may be called from several threads, and ``counts``, a
-dictionary of its event counts. A batched function (``registry.is_batched``) is called once for all responses.
+A function may have two attributes: ``is_concurrent``, whether it may be called from several threads, also while others
+are sampled, and ``counts``, a dictionary of its event counts. A batched function (``registry.is_batched``) is called
+once for all responses.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dta.common import slow_calls
-from megatron_dta.common.futures import in_daemon_thread
+from megatron_dta.common.futures import complete, in_daemon_thread
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.sampling.rewards.registry import (
     Response,
@@ -63,6 +65,8 @@ class Scorer:
         self._components: dict[str, tuple[float, int]] = {}
         self.last_failure = ""
         self._lock = threading.Lock()
+        self._waiting: deque[tuple[Response, Future[_Outcome]]] = deque()
+        self._working = 0  # threads
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,8 +81,36 @@ class Scorer:
         """All counts so far, for ``counted``."""
         return Tally(dict(self.counts), dict(self._components))
 
-    def score(self, responses: Sequence[Response]) -> list[float | None]:
-        """The reward of each response, in order; None if it failed and its rollout must be dropped.
+    def begin(self, responses: Sequence[Response]) -> list[Future[_Outcome]] | list[None]:
+        """Begin to score responses, for ``score``; None for each if the function is not concurrent. Any thread may call
+        this."""
+        if self._workers == 1 or is_batched(self._function):
+            return [None] * len(responses)
+        pairs = [(response, Future[_Outcome]()) for response in responses]
+        with self._lock:
+            self._waiting += pairs
+            more = min(self._workers - self._working, len(self._waiting))
+            self._working += more
+        for _ in range(more):
+            in_daemon_thread(self._work, "reward")
+        return [future for _, future in pairs]
+
+    def _work(self) -> None:
+        """Score the responses that wait."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._working -= 1
+                    return
+                response, future = self._waiting.popleft()
+            try:
+                complete(future, self._attempt(response))
+            except BaseException as error:  # for the thread that waits
+                complete(future, error=error)
+
+    def score(self, responses: Sequence[Response], begun: Sequence[Future[_Outcome] | None] = ()) -> list[float | None]:
+        """The reward of each response, in order; None if it failed and its rollout must be dropped. ``begun`` is what
+        ``begin`` has returned for each of them.
 
         Functions that are not concurrent are called in this order, one at a time.
 
@@ -89,10 +121,11 @@ class Scorer:
             return []
         if is_batched(self._function):
             return [self._value(outcome) for outcome in self._batch(responses)]
-        if self._workers == 1 or len(responses) < 2:
+        futures = [future for future in begun or self.begin(responses) if future is not None]
+        if not futures:
             return self._in_turn(responses)
         # All calls finish before an error is raised.
-        return [self._value(outcome) for outcome in self._concurrently(responses)]
+        return [self._value(outcome) for outcome in [future.result() for future in futures]]
 
     def _in_turn(self, responses: Sequence[Response]) -> list[float | None]:
         """The values of ``_attempt`` for one response after the other."""
@@ -108,19 +141,6 @@ class Scorer:
                     outcome = error
                 values.append(self._value(outcome))
         return values
-
-    def _concurrently(self, responses: Sequence[Response]) -> list[_Outcome]:
-        """``_attempt`` for all responses."""
-        outcomes: list[_Outcome | None] = [None] * len(responses)
-        waiting = iter(list(enumerate(responses)))
-
-        def work() -> None:
-            for i, response in waiting:
-                outcomes[i] = self._attempt(response)
-
-        for worker in [in_daemon_thread(work, "reward") for _ in range(self._workers)]:
-            worker.result()
-        return outcomes
 
     def _batch(self, responses: Sequence[Response]) -> list[_Outcome]:
         """One call for all responses; if it fails, the reward of each response fails."""

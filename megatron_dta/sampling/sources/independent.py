@@ -225,8 +225,7 @@ def _sample_and_score(
     scored: list[tuple[GenerationResult, float | None]] = []
     # A user's reward function may be expensive or random, so only one rank of each replica calls it.
     if mesh.is_first_of_replica:
-        responses = reader.finish()
-        rewards = task.scorer.score([responses[result.request_id] for result in results])
+        rewards = reader.rewards(result.request_id for result in results)
         scored = list(zip(results, rewards, strict=True))
     scored = [pair for part in mesh.gather_from_replicas(scored) for pair in part]
     return [(prompts[index], *pair) for index, pair in zip(sequence_prompt, scored, strict=True)]

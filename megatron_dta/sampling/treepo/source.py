@@ -141,9 +141,8 @@ def sample_scored_trees(
     rewards: list[dict[int, float] | None] = [None] * len(trees)
     if is_scorer:
         leaves = [(i, tree.nodes[leaf].path) for i, tree in enumerate(trees) for leaf in tree.leaves]
-        responses = reader.finish()
         # Failures end the run here (config.rollout_checks): no reward is None.
-        values = iter(task.scorer.score([responses[leaf] for leaf in leaves]))
+        values = iter(reader.rewards(leaves))
         rewards = [{leaf: next(values) for leaf in tree.leaves} for tree in trees]
     gathered = mesh.gather_from_replicas((trees, rewards))
     return [pair for part in gathered for pair in zip(*part, strict=True)]

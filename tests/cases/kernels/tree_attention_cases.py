@@ -155,13 +155,9 @@ def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]
 
 
 def tiny_config(
-    rows: int = 16,
-    keys: int = 16,
-    tma: bool = False,
-    stored_scores_bytes: int = 1 << 20,
-    max_pack: int = 8,
+    rows: int = 16, keys: int = 16, tma: bool = False, stored_scores_bytes: int = 1 << 20, max_pack: int = 8,
     least_tiles: int = 16,
-) -> TreeAttentionConfig:
+) -> TreeAttentionConfig:  # fmt: skip
     """Small tiles, so that small inputs have many blocks of every kind."""
     kernel = KernelConfig(rows, keys, 4, 1, tma, max_pack)
     return TreeAttentionConfig(kernel, kernel, kernel, stored_scores_bytes, least_tiles)
