@@ -69,11 +69,12 @@ class SamplingTask:
 
 
 class ResponseReader(Generic[Key]):
-    """Reads responses in threads, while a device samples others: 64 in a piece, most of whose time needs no Python.
+    """Reads responses in threads, while a device samples others: 64 in a piece, so that no thread holds up others long.
     Those that a reward function may score in threads are scored meanwhile."""
 
     def __init__(self, task: SamplingTask) -> None:
-        self._task, self._scorer, self._threads = task, task.scorer, ThreadPoolExecutor(4, "responses")
+        self._task, self._scorer = task, task.scorer
+        self._threads = ThreadPoolExecutor(4 if task.tokenizer.is_concurrent else 1, "responses")
         self._parts: list[tuple[Sequence[Key], Future[list[tuple[Response, Any]]]]] = []
 
     def read(self, keys: Sequence[Key], prompts: Sequence[Prompt], sampled: Sequence[np.ndarray]) -> None:

@@ -78,15 +78,16 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int, 
     if run > LONGEST_SPLIT_RUN:
         return PagedConfig(max(64, least), keys, 1, keys, 4, 2)
     rows = max(least, min(64, power_of_two(group_size * run)))
-    decodes = run == 1 and group_size < 16
+    decodes, warps = run == 1 and group_size < 16, 4
     if decodes and programs * head_size > _FEW_CHANNELS:
         # Many small programs at once hide the memory's latency.
-        return PagedConfig(rows, 16, 16, 256, 2 if is_wide else 1, 3)
-    if rows == 16 and not is_wide:
+        keys, warps, stages = 16, 2 if is_wide else 1, 3
+    elif rows == 16 and not is_wide:
         # With few programs each reads many keys at once; a processor runs four of them.
-        warps, stages = (1, 3) if decodes and head_size <= 64 else (2, 2)
-        return PagedConfig(rows, 64, 16, 256, warps, stages)
-    return PagedConfig(rows, keys, 16, 256, 4, stages)
+        keys, (warps, stages) = 64, (1, 3) if decodes and head_size <= 64 else (2, 2)
+    if 2 * programs > _PROGRAMS:  # no tile has more than one
+        return PagedConfig(rows, keys, 1, keys, warps, stages)
+    return PagedConfig(rows, keys, 16, 256, warps, stages)
 
 
 def tiles_of(

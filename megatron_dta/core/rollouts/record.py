@@ -139,6 +139,8 @@ def parts_of(whole: Rollout, lengths: np.ndarray, others: Iterable[Mapping[str, 
         others: the other fields of each part; the versions must agree.
     """
     ends = lengths.cumsum()
+    if ends[-1] != len(whole):
+        raise ValueError(f"the parts have {ends[-1]} of {len(whole)} tokens")
     if not (np.logical_or.reduceat(whole.loss_mask, ends - lengths) & ~whole.loss_mask[ends - lengths]).all():
         raise ValueError("a part must begin with a token that is not trained, and have a trained one")
     parts, empty = [], {field.name: field.default for field in fields(Rollout)}

@@ -49,9 +49,9 @@ from megatron_dta.sampling.in_process.scheduler import Pass
 from megatron_dta.sampling.params import SamplingParams
 
 MOST_TOKENS = 4096
-"""Maximum number of tokens in a pass, and of requests that run at once."""
+"""Maximum number of tokens in a pass, and of requests that run at once if no number is given."""
 
-_MOST_GRAPHS = 96
+_MOST_GRAPHS = 128
 # The logits of all of them are computed.
 _MOST_PROMPT_TOKENS = 256
 
@@ -197,14 +197,15 @@ class DecodeSteps:
 
     Attributes:
         captures: number of passes captured so far; a capture takes the time of several eager passes.
-        most_tokens: maximum number of tokens in a pass.
+        most_tokens: maximum number of tokens in a pass: those of a token for each row, at least 1,024.
         runs_ahead: whether bursts may follow others.
     """
 
-    most_tokens, runs_ahead = MOST_TOKENS, True
+    runs_ahead = True
 
     def __init__(self, model: Model, shape: HeadShape, page_size: int, max_rows: int) -> None:
         self._model, self._shape, self._page_size = model, shape, page_size
+        self.most_tokens = min(MOST_TOKENS, max(1024, max_rows))
         device = next(model.parameters()).device
         self._tables = torch.zeros(
             max_rows * -(-model.max_sequence_length // page_size), dtype=torch.int64, device=device

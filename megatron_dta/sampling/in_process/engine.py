@@ -112,7 +112,7 @@ class InProcessEngine(RolloutEngine):
         self.release(list(self._held))
         self._params, self._iteration, self._undrafted, self._most_live = params, iteration, 0, 0
         self.drafting.started(params)
-        settings, static = self._settings, 0 if self._steps is None else MOST_TOKENS
+        settings, static = self._settings, 0 if self._steps is None else self._steps.most_tokens
         sizes = settings.block_size, settings.buffer_size_gb, settings.max_tokens, static, self._most_rows
         self._scheduler.pool.max_pages = max_pages(self._model, *sizes)
         if self._steps is not None:

@@ -13,7 +13,7 @@ class EngineSettings:
 
     Attributes:
         max_requests: maximum number of running requests. None: those that surely fit into the cache, but at least
-            ``FEW_REQUESTS`` and at most as many as a pass has tokens.
+            ``FEW_REQUESTS`` and at most 4,096 (see ``--inference-max-requests``).
         block_size: positions in a page.
         buffer_size_gb: size of the cache in GiB on each rank. None: see ``cache_size`` on a GPU, else no limit.
         max_tokens: maximum number of tokens in a forward pass; longer prompts are split over passes.

@@ -48,6 +48,7 @@ class Tokenizer(Protocol):
     vocab_size: int  # ids are in [0, vocab_size)
     ends: dict[int, str]  # every token that ends a response, and what declares it: a flag, a file, or a guess
     eos_id: int  # the first of them, which ends text that is trained
+    is_concurrent: bool = False  # whether threads gain time by ``decode_all``
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of ``text``, int32 [T]; raises ``InputError`` if the text cannot be represented."""
@@ -128,6 +129,8 @@ class HuggingFaceTokenizer(Tokenizer):
         folders: further folders for ``declared_ends``, besides that of the file.
     """
 
+    is_concurrent = True
+
     def __init__(self, path: str | Path, eos_ids: Sequence[int] = (), *folders: str | Path) -> None:
         # Single texts need no further threads, after whose use the library warns in every forked process.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -177,7 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
 
     def decode_all(self, sequences: Iterable[list[int]]) -> list[str]:
-        return self._tokenizer.decode_batch(list(sequences), skip_special_tokens=True)  # other threads run meanwhile
+        return self._tokenizer.decode_batch(list(sequences), skip_special_tokens=True)
 
     def special_text(self, token_id: int) -> str | None:
         return self._special.get(token_id)

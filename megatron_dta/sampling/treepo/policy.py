@@ -44,7 +44,8 @@ _WITH_OUTCOME = (EndReason.EOS, EndReason.ANSWER, EndReason.ENVIRONMENT)
 @dataclass
 class _Round:
     """The paths started by one decision; ``members`` is None until the decision is complete. Each path alive has
-    ``certain`` children at least. ``all_end``: none of the paths started so far can be alive after its segment."""
+    ``certain`` children at least. ``all_end``: no path started so far can be alive after its segment, and a fallback
+    does not depend on how they end."""
 
     members: int | None = None
     finished_before: int = 0
@@ -65,7 +66,8 @@ class QueryPolicy:
     def __init__(self, prompt: np.ndarray, settings: TreeSettings, numbers: QueryNumbers, has_turns: bool) -> None:
         self.tree = SampledTree(numbers.query, prompt)
         self.complete = False
-        self._settings, self._numbers, self._has_turns = settings, numbers, has_turns
+        self._settings, self._numbers = settings, numbers
+        self._falls_back_early = settings.fallback == "random" and not has_turns
         self._rounds = [_Round()]
         self._current = 0  # the first round that is not complete
 
@@ -116,7 +118,7 @@ class QueryPolicy:
         """Start the children that living paths get regardless of the undecoded members of the current round, and those
         of a fallback that follows it in any case."""
         round_ = self._rounds[self._current]
-        if round_.all_end and self._settings.fallback == "random":
+        if round_.all_end:
             self._fall_back(started)
         if self._settings.allocation != "even" or not round_.alive or round_.members is None:
             return
@@ -187,7 +189,7 @@ class QueryPolicy:
 
     def _child(self, parent: int, round_number: int, fallback: bool = False) -> int:
         round_, tokens_left = self._round(round_number), self._tokens_left(parent)
-        round_.all_end &= not self._has_turns and (self._settings.segment_tokens or tokens_left) >= tokens_left
+        round_.all_end &= self._falls_back_early and (self._settings.segment_tokens or tokens_left) >= tokens_left
         return self.tree.add_child(parent, fallback, round_number)
 
     def _tokens_left(self, parent: int) -> int:

@@ -75,6 +75,7 @@ def test_a_long_run_is_not_split():
     run = LONGEST_SPLIT_RUN + 9
     config = paged_config(2, 16, torch.float32, run)
     assert config.parts == 1
+    assert [paged_config(2, 16, torch.float32, 1, programs).parts for programs in (512, 513)] == [16, 1]
     case = PagedCase.random(generator, [21, 0], [run, 70], (4, 2, 16), torch.float32, DEVICE)
     assert relative_error(case.run(config), case.expected()) < FLOAT32
 
