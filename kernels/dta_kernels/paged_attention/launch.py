@@ -85,7 +85,7 @@ def paged_config(group_size: int, head_size: int, dtype: torch.dtype, run: int, 
     elif rows == 16 and not is_wide:
         # With few programs each reads many keys at once; a processor runs four of them.
         keys, (warps, stages) = 64, (1, 3) if decodes and head_size <= 64 else (2, 2)
-    if 2 * programs > _PROGRAMS:  # no tile has more than one
+    if 2 * programs > _PROGRAMS:  # a tile has one of them, which needs no memory for parts
         return PagedConfig(rows, keys, 1, keys, warps, stages)
     return PagedConfig(rows, keys, 16, 256, warps, stages)
 

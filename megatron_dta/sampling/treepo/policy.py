@@ -20,10 +20,10 @@ into max(2, min(8, 2 x 2)) = 4. If one of these 4 finishes, the other 3 share ma
 **No barrier.** A path does not wait for its round. As soon as it has decoded its segment, it starts the children that
 it gets regardless of the rest of the round (``budget.certain_branches``: the budget per living path only grows as more
 paths finish; with a division by logprob: one child). When more of the round is known, the node gets its remaining
-children. If all paths of a round will have the maximum length, a random fallback starts along with them, since it does
-not depend on how they end. The decisions of a round depend only on what its paths and earlier rounds decoded, and the
-tokens of a node are keyed by its path. So the finished tree is a function of the query, the weights and the settings,
-and does not depend on the order in which an engine finishes requests.
+children. If the segments of a round reach the maximum length, all its paths will end; a random fallback starts along
+with them, since it does not depend on how they end. The decisions of a round depend only on what its paths and earlier
+rounds decoded, and the tokens of a node are keyed by its path. So the finished tree is a function of the query, the
+weights and the settings, and does not depend on the order in which an engine finishes requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class _Round:
 
 
 class QueryPolicy:
-    """Grows the tree of one query, whose paths consist of turns or are one turn each.
+    """Grows the tree of one query.
+
+    Args:
+        has_turns: whether an environment may continue a path after an end of sequence.
 
     Attributes:
         tree: the nodes so far.
