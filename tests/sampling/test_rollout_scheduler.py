@@ -28,13 +28,9 @@ class Store:
         self._slots: dict[tuple[int, int], bytes] = {}
 
     def run(self, plan: Pass, pool: PagePool) -> None:
-        copied = {
-            (target, i): self._slots.get((source, i))
-            for target, source in plan.copies.items()
-            for i in range(self._size)
-        }
-        self._slots.update(copied)
-        assert all(source != target for target, source in plan.copies.items())
+        pairs = [((target, i), (source, i)) for target, source in plan.copies.items() for i in range(self._size)]
+        self._slots.update([(target, self._slots.get(source)) for target, source in pairs])
+        assert all(source != target for target, source in pairs)
         for row, count in zip(plan.rows, plan.counts, strict=True):
             assert count >= 1
             for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
@@ -170,8 +166,7 @@ def new_sequence(rng: np.random.Generator, index: int, size: int, longest: int, 
 
 def test_the_small_pools_did_preempt_and_evict():
     """The cases above would say nothing of preemption if the pools were large enough."""
-    rng = seed_all(5)
-    pool = PagePool(4, 12)
+    rng, pool = seed_all(5), PagePool(4, 12)
     scheduler = Scheduler(pool, 9, 40)
     for index, context in enumerate(rng.integers(0, 50, (40, 9))):
         scheduler.submit(Request(GenerationRequest(index, context, 24, 0, hold=index % 2 == 0), index, 4, None))
@@ -214,6 +209,17 @@ def test_a_prompt_outlives_its_first_sample(rows: int, passes: int, length: int)
     assert pool.pages_in_use == 0
     assert pool.has_room(64)
     assert pool.num_pages == 64  # nothing is kept any more
+
+
+def test_a_phase_like_the_last_one_grows_the_pool_once():
+    """Its pages are those that were asked for at the peak, with one for each running row, and an eighth more."""
+    pool = PagePool(4)
+    for phase in range(3):
+        submit_all(scheduler := Scheduler(pool, 300, 4000), [np.arange(30)] * 200, 40 + phase)
+        sizes = {pool.num_pages for _ in passes_of(scheduler)}
+        assert (len(sizes) == 1) == (phase > 0)
+        pool.clear()
+    assert max(sizes) < 1.4 * pool.peak_pages
 
 
 def test_pages_kept_for_waiting_samples_give_way():

@@ -18,11 +18,11 @@ _FIRST_PAGES = 64
 
 class PagePool:
     """Pages ``0 .. num_pages - 1``. The pool begins empty and grows up to ``max_pages`` (None: no limit), at first to
-    the most pages that were ever used, as tensors are copied whenever it grows. ``num_losses``: pages put free."""
+    an eighth more than was ever asked for, as tensors are copied whenever it grows. ``num_losses``: pages put free."""
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size, self.max_pages = page_size, max_pages
-        self.num_pages = self.peak_pages = self.num_losses = 0
+        self.num_pages = self.peak_pages = self.num_losses = self._most_asked = 0
         self._free: list[int] = []
         self._holders: list[int] = []
         self._page_of_digest: dict[bytes, int] = {}
@@ -38,9 +38,10 @@ class PagePool:
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` pages can be taken; grows the pool if it may, and else frees kept pages."""
-        missing = count - len(self._free)
-        if missing > 0:
-            wanted = max(self.num_pages + missing, 2 * self.num_pages, _FIRST_PAGES, self.peak_pages)
+        asked = self.num_pages - len(self._free) + count
+        self._most_asked = max(self._most_asked, asked)
+        if asked > self.num_pages:
+            wanted = max(self._most_asked * 9 // 8 if not self.num_pages else asked, 2 * self.num_pages, _FIRST_PAGES)
             total = wanted if self.max_pages is None else min(wanted, self.max_pages)
             # Low numbers come first, since the tensors contain them already.
             self._free[:0] = range(total - 1, self.num_pages - 1, -1)

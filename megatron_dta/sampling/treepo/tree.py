@@ -169,13 +169,9 @@ class SampledTree:
 
     def leaf_weights(self) -> dict[int, float]:
         """Weight of each leaf by its index; the weights sum to 1. See the module's docstring."""
-        weight = np.zeros(len(self.nodes))
-        weight[0] = 1.0
-        waiting = [0]
-        while waiting:
-            index = waiting.pop()
-            children = [child for child in self.nodes[index].children if not self.nodes[child].fallback]
+        weight = [1.0] + [0.0] * (len(self.nodes) - 1)
+        for node, of_node in zip(self.nodes, weight, strict=True):  # a node comes before its children
+            children = [child for child in node.children if not self.nodes[child].fallback]
             for child in children:
-                weight[child] = weight[index] / len(children)
-            waiting += children
-        return {leaf: float(weight[leaf]) for leaf in self.leaves}
+                weight[child] = of_node / len(children)
+        return {leaf: weight[leaf] for leaf in self.leaves}

@@ -67,7 +67,7 @@ class PagedCache:
                     larger[: tensor.shape[0]] = tensor
                     of_layers[number] = larger
             pairs = [[self.keys[number].data_ptr(), self.values[number].data_ptr()] for number in self.layer_rows]
-            self.addresses = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self.device)
+            self.addresses = upload([np.array(pairs, np.int64)], self.device)[0].view(-1, 2)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, all at once: the source of one copy may be the target of another."""
