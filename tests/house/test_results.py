@@ -1,4 +1,4 @@
-"""docs/results.md: every figure in its tables is in the file that its row, or the text above the table, names."""
+"""Every figure in the tables of the pages of results is in the file that its row, or the text above, names."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def numbers_in(value: Any) -> Iterator[float]:
 
 def rows() -> Iterator[tuple[str, list[str], list[str]]]:
     """(row, figures, files) of every table row; the first cell says what the row is about."""
-    lines = (REPOSITORY / "docs" / "results.md").read_text().splitlines()
+    lines = [x for n in ("results", "comparisons") for x in (REPOSITORY / "docs" / f"{n}.md").read_text().splitlines()]
     named: list[str] = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         files = re.findall(r"`(\w[\w.-]*\.json)`", line)
