@@ -20,8 +20,9 @@ from megatron_dta.core.common.errors import InputError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_EXPERT = 2**15 - 1
-# The log-softmax of some samplers rounds to slightly above 0; a larger value is not a logprob.
-LOGPROB_ROUNDING = 1e-6
+# The difference of a logit and the log-sum-exp of all may round to above 0: in float32 by this for logits of 10,000, as
+# low temperatures make them. A larger value is not a logprob.
+LOGPROB_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, eq=False)

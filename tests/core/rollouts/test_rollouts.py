@@ -169,7 +169,7 @@ def test_small_npz(tmp_path: Path) -> None:
 
 
 def test_record_converts_and_checks() -> None:
-    rollout = Rollout([3, 4], [False, True], reward=np.float32(0.5), policy_version=np.int64(3), logprobs=[5e-7, 5e-7])
+    rollout = Rollout([3, 4], [False, True], reward=np.float32(0.5), policy_version=np.int64(3), logprobs=[5e-7, 9e-4])
     assert rollout.token_ids.dtype == np.int32
     assert rollout.loss_mask.dtype == bool
     assert type(rollout.reward) is float

@@ -25,7 +25,7 @@ BAD_FIELDS = [
     ({"reward": 1.0, "group_id": None}, "group_id", "missing"),
     ({"policy_version": -1}, "policy_version", "count from 0"),
     ({"advantages": [0.0, float("inf"), 1.0]}, "advantages", "entry 1 is inf, not finite"),
-    ({"logprobs": [0.0, 0.5, -1.0]}, "logprobs", "entry 1 is 0.5, but a logprob is never positive"),
+    ({"logprobs": [0.0, 2**-7, -1.0]}, "logprobs", "entry 1 is 0.0078125, but a logprob is never positive"),
 ]
 BAD_JSON_TYPES = [
     ({"token_ids": [1, True, 3]}, "token_ids", r"entry 1 is True \(bool\), not an integer"),
