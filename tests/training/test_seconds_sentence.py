@@ -34,11 +34,11 @@ def test_shares_of_a_step() -> None:
 )
 def test_the_first_thing_to_change_is_where_most_seconds_are(seconds: dict[str, float], change: str) -> None:
     assert change in seconds_sentence(steps(**seconds)).partition("First to change")[2]
+    assert "das" not in seconds_sentence(steps(**seconds, speculation_saved_seconds=0.1))  # it has drafts already
 
 
 def test_the_start_is_told_by_parts():
-    sentence = start_sentence(
-        {"imports": 6.04, "data": 0.01, "first step": 3.0}, {"collect_seconds": 2.5, "train_seconds": 0.4}
-    )
+    parts = {"imports": 6.04, "data": 0.01, "first step": 3.0}
+    sentence = start_sentence(parts, {"collect_seconds": 2.5, "train_seconds": 0.4})
     assert sentence == ("Start: first step done after 9.1 s: imports 6.0, first step 3.0 (sampling 2.5, training 0.4)")
     assert start_sentence({"imports": 1.0}, {}).endswith(": imports 1.0")

@@ -73,8 +73,8 @@ def _changes(mean: Mapping[str, float], phases: Mapping[str, float]) -> list[tup
         ),
         (
             mean["sampling_tail_seconds"],
-            "less than a quarter of the requests were still running; lower --rollout-max-response-len, or give "
-            "--rollout-speculation das",
+            "less than a quarter of the requests were still running; lower --rollout-max-response-len"
+            + (", or give --rollout-speculation das" if "speculation_saved_seconds" not in mean else ""),
         ),
         (mean["reward_seconds"], "prompts and rewards, while no token was sampled; a faster reward"),
         (mean["rank_seconds"], "data-parallel ranks waited for the slowest; more prompts a step, or fewer replicas"),
