@@ -1,7 +1,7 @@
 """Teachers of on-policy distillation: frozen models that score the policy's own rollouts.
 
 A teacher has a shape and a checkpoint of its own and the policy's vocabulary. It is in this process, on the policy's
-mesh, or served by ``megatron-dta teacher`` from other processes with a mesh of their own (``remote_teacher``). It
+mesh, or served by ``megatron-dta teacher`` from other processes with a mesh of their own (``teachers.remote``). It
 computes the prefix tree of its samples in one forward-only pass, planned for its own shape.
 
     full-vocabulary   hidden states of the teacher at every row go to the host; in the training pass its logits are

@@ -1,7 +1,7 @@
 """A teacher that ``megatron-dta teacher`` serves from processes of its own, with a mesh of its own.
 
 The first rank of each replica asks for what its replica needs and hands it on to the other ranks. The output weight is
-fetched once; each rank keeps its rows of it. Nothing is taken from the server unchecked (``teacher_samples``).
+fetched once; each rank keeps its rows of it. Nothing is taken from the server unchecked (``samples``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs decoding passes and their sampling on tensors at fixed addresses, as CUDA graphs on a GPU.
 
-A pass of a small batch consists of a thousand short kernels, which a CPU launches more slowly than a GPU runs them.
+A pass of a small batch consists of hundreds of short kernels, which a CPU launches more slowly than a GPU runs them.
 Here a pass, including the draw of its tokens, is captured for a few sizes (``bucket``). What differs between passes
 (tokens, positions, page tables, noise, the address of the cache) is read from memory. The weights are those of the
 trainer, which updates them in place; if one of them moves, all graphs are captured again. Passes over latents read the

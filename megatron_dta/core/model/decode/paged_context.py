@@ -1,7 +1,8 @@
 """Decodes on GPUs with kernels that read the cache's pages in place (``dta_kernels.paged_attention.launch``).
 
 It replaces ``decode_context`` on GPUs: one pass takes a few launches for rows of any lengths. Rows with few new tokens
-(decoding, drafts) come first, with their keys divided among programs; runs of prompt tokens follow.
+(decoding, drafts) come first, their keys divided among programs where the rows alone would not fill a GPU; runs of
+prompt tokens follow.
 
 ``StaticPass`` is a pass over tensors with fixed addresses, for CUDA graphs. Its fields are filled before each run, and
 its unused rows have no effect (no slot, no tile).

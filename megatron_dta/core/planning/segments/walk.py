@@ -11,7 +11,7 @@ A segment may continue across a subtree boundary. That fills it, but keeps the p
 the new subtree is done (the extra tokens in flight). Closing the segment instead wastes its free room, and the next
 child starts with only its ancestors' segments in flight. ``_crossing_cost`` weighs the two. Subtrees whose tokens all
 fit into the headroom can be placed contiguously: their shape does not matter, and they fill segment after segment. A
-run of such subtrees is chosen to end near the end of a segment (``subset_sum``).
+run of such subtrees is chosen to end near the end of a segment (``branches.longest_within``).
 
 Example: branch A has 3 tokens and two children, B with 4 tokens and C with 2 tokens; a segment holds at most 4 tokens.
 A budget below 7 is impossible, because the path A, B has 7 tokens. ``plan_segments`` returns these segments:
