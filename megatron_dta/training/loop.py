@@ -205,7 +205,10 @@ class Trainer:
             if ahead is None:
                 with watch.measure("collect"):
                     rollouts = self._collect()
-                sampled += 0 if self.config.data.rollouts else decoded_tokens(rollouts)
+                if not self.config.data.rollouts:
+                    counts = self.source.statistics()
+                    unused = [counts.get(f"{why}_decoded_tokens", 0.0) for why in ("left_out", "failed")]
+                    sampled += decoded_tokens(rollouts) + int(sum(unused))
             with watch.measure("prepare"):
                 if self.tuner.update() and ahead:
                     self._forget_plans(ahead[0])

@@ -84,6 +84,7 @@ def slow_sample(
             row = full_logprobs(model, np.array(tokens), params.temperature or 1.0)[-1]
         row = row[: params.vocab_size]
         probabilities = np.exp(row.astype(np.float64))
+        probabilities /= probabilities.sum() if params.top_p < 1 else 1
         if params.temperature == 0:
             token = int(np.argmax(row))
         else:

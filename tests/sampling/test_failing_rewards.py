@@ -129,6 +129,7 @@ def test_a_run_drops_what_failed_and_counts_it(tmp_path: Path) -> None:
         assert sum(row["reward_failures"] for row in rows) == failed > 0
         assert [row["rollouts"] + row["reward_failures"] for row in rows] == [12.0] * 3
         assert all(row["reward_retries"] == 0 for row in rows)
+        assert sum(row["failed_decoded_tokens"] for row in rows) >= failed
     with RewardServer(("status", 404)) as server:
         flags = f"{prompts(tmp_path)} --reward-function remote --reward-server-url {server.url} --rollout-failure drop"
         trainer, _ = make_trainer(flags)

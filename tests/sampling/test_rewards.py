@@ -63,10 +63,7 @@ def test_bad_reward_flags(user_file: Path, tmp_path: Path):
         (f"{tmp_path}/none.py:f", "of a file that exists"),
         (f"{user_file}:missing", "no function or class missing"),
         (f"{syntax}:f", r"the file does not run: SyntaxError: invalid syntax \(syntax.py, line 1\)$"),
-        (
-            f"{forms}:two",
-            r"two\(prompt, response\): too many .*; give it the parameters \(prompt, response, token_ids\)",
-        ),
+        (f"{forms}:two", r"two\(prompt, response\): too many .* parameters \(prompt, response, token_ids\)"),
         (f"{forms}:verl", r"missing .*'threshold'; give it the parameters \(solution_str\)"),
     ):
         with pytest.raises(InputError, match=message) as caught:

@@ -171,8 +171,8 @@ def test_bad_tokenizer_flags(tmp_path: Path, tokenizer_json: Path, sentencepiece
         ),
         (dict(tokenizer_type="NullTokenizer", vocab_size=9, eos_ids=[9]), r"--eos-id 9 is outside"),
         (
-            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_ids=[10**6]),
-            r"--eos-id 1000000 is outside",
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_json), eos_ids=[9**9]),
+            "is outside",
         ),
     ]
     for arguments, message in cases:

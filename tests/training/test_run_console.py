@@ -85,18 +85,17 @@ def console_of(flags: str, metrics: Path | None = None) -> tuple[RunConsole, io.
     return RunConsole(Console(file=output, width=400), config, metrics), output
 
 
-def test_steps_without_any_difference_are_warned_of() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_steps_without_any_difference_are_warned_of(dynamic: bool) -> None:
     console, output = console_of(f"{SAMPLED} --train-iters 20 --max-position-embeddings 32 --log-interval 50")
-    without = dict(zero_advantages=1.0, uniform_groups=1.0, reward=0.25)
+    without = dict(zero_advantages=1.0, uniform_groups=1.0, reward=0.25) | ({"sampling_rounds": 5.0} if dynamic else {})
     for iteration in range(1, 20):
         console.report(record(iteration, **without if iteration not in (6, 16) else {}))
     _start, *lines = output.getvalue().splitlines()
     assert lines[0] == ("step 1: nothing to learn, all advantages are 0; no group has rewards that differ (mean 0.25)")
-    assert "--n-samples-per-prompt" in lines[1]
-    assert [line.split(":")[0] for line in lines[2:]] == [
-        *("steps 1 to 2", "steps 1 to 4", "step 7", "steps 7 to 8", "steps 7 to 10", "steps 7 to 14", "step 17"),
-        "steps 17 to 18",
-    ]
+    assert lines[1].endswith("--n-samples-per-prompt" if dynamic else ", or --dynamic-sampling")
+    told = "steps 1 to 2, steps 1 to 4, step 7, steps 7 to 8, steps 7 to 10, steps 7 to 14, step 17, steps 17 to 18"
+    assert ", ".join(line.partition(":")[0] for line in lines[2:]) == told
 
 
 @pytest.mark.parametrize("reward", [0.5, None])

@@ -1,6 +1,7 @@
 """Timelines of pipelines and their files."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,12 @@ def test_bad_files(tmp_path: Path, content: object, message: str) -> None:
     path.write_text(content if isinstance(content, str) else json.dumps({"traceEvents": entries}))
     with pytest.raises(InputError, match=rf"t\.json: .*{message}"):
         read_timelines(path)
-    with pytest.raises(InputError, match="cannot be written"):
-        write_timelines(tmp_path / "none" / "t.json", {})
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("none/t.json", "pipe"):
+        with pytest.raises(InputError, match=f"{name}: cannot be written"):
+            write_timelines(tmp_path / name, {})
+    (tmp_path / "link").symlink_to(path)
+    write_timelines(tmp_path / "link", {})
+    assert read_timelines((tmp_path / "link").readlink()) == {}
     with pytest.raises(InputError, match="cannot be read"):
         read_timelines(tmp_path / "none.json")

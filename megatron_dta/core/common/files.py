@@ -19,6 +19,7 @@ from megatron_dta.core.common.errors import InputError
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder; renames it to ``path`` on success, removes it on failure."""
+    path = _file_behind(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -59,6 +60,7 @@ def replace_text(path: Path, text: str, mode: int | None = None) -> None:
     Args:
         mode: the permissions of the file; by default those that the process gives to new files.
     """
+    path = _file_behind(path)
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", encoding="utf-8") as file:
         if mode is not None:
@@ -67,6 +69,14 @@ def replace_text(path: Path, text: str, mode: int | None = None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def _file_behind(path: Path) -> Path:
+    """``path`` behind symbolic links, which stay; refuses what a file must not replace, such as a device."""
+    target = Path(os.path.realpath(path))
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise InputError(f"{path}: cannot be written: it exists and is no file; give another name")
+    return target
 
 
 def read_json(path: str | Path) -> Any:

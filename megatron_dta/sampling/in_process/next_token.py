@@ -75,7 +75,10 @@ def _draw_from_logits(
     if params.temperature == 0:
         token = first_argmax(logprobs_BV)
     else:
-        token = draw(nucleus(logprobs_BV.double().exp(), params.top_p), noise_B)
+        weights = logprobs_BV.double().exp()
+        if params.top_p < 1:  # ids that are never drawn do not count
+            weights = weights / weights.sum(-1, keepdim=True)
+        token = draw(nucleus(weights, params.top_p), noise_B)
     return token, logprobs_BV.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 

@@ -104,6 +104,9 @@ class SamplingSource(PromptSource):
         scored = _sample_and_score(self._engine, self._task, prompts, samples, self._params, prompt_batch)
         ended = float(np.mean([result.ended for _, result, _ in scored]))
         self._statistics = {"ended": ended, **self._counts()}
+        if self._task.drops_failures:
+            failed = sum(len(result.token_ids) for _, result, reward in scored if reward is None)
+            self._statistics["failed_decoded_tokens"] = float(failed)
         if all(reward is None for _, _, reward in scored):
             why = self._task.scorer.last_failure or "see the other ranks"
             raise RolloutError(f"every reward of a rollout batch has failed; the last one: {why}")

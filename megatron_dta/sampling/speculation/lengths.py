@@ -100,6 +100,9 @@ class LengthHistory:
         self._first = np.concatenate([self._first, np.array(first, np.int64)])[-_MAX_SAMPLES:]
         self._lengths = np.concatenate([self._lengths, np.array(lengths, np.int64)])[-_MAX_SAMPLES:]
         self._new.clear()
+        self._clear_caches()
+
+    def _clear_caches(self) -> None:
         self._expected.clear()
         self._first_classes.clear()
         self._known_bounds = None
@@ -112,22 +115,22 @@ class LengthHistory:
         return self._known_bounds
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        names = sorted(self._problems)
-        return {
-            "lengths": self._lengths.copy(),
-            "first": self._first.copy(),
-            "problems": np.array(names, dtype=np.str_),
-            "problem_counts": np.array([len(self._problems[name]) for name in names], np.int64),
-            "problem_lengths": np.array([n for name in names for n in self._problems[name]], np.int64),
-        }
+        state = {"lengths": self._lengths.copy(), "first": self._first.copy()}
+        for prefix, lengths in (("problem", self._problems), ("new", self._new)):
+            names = sorted(lengths)
+            state[f"{prefix}s"] = np.array(names, dtype=np.str_)
+            state[f"{prefix}_counts"] = np.array([len(lengths[name]) for name in names], np.int64)
+            state[f"{prefix}_lengths"] = np.array([n for name in names for n in lengths[name]], np.int64)
+        return state
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         self._lengths, self._first = np.array(state["lengths"], np.int64), np.array(state["first"], np.int64)
-        ends = np.cumsum(state["problem_counts"])
-        parts = np.split(np.asarray(state["problem_lengths"], np.int64), ends[:-1]) if len(ends) else []
-        self._problems = {str(n): part.tolist() for n, part in zip(state["problems"], parts, strict=True)}
-        self._new.clear()
-        self.end_step()
+        for prefix, lengths in (("problem", self._problems), ("new", self._new)):
+            ends = np.cumsum(state[f"{prefix}_counts"])
+            parts = np.split(np.asarray(state[f"{prefix}_lengths"], np.int64), ends[:-1]) if len(ends) else []
+            lengths.clear()
+            lengths.update((str(n), part.tolist()) for n, part in zip(state[f"{prefix}s"], parts, strict=True))
+        self._clear_caches()
 
     def _classes(self, lengths: np.ndarray) -> np.ndarray:
         return np.searchsorted(np.array(self._bounds), lengths, side="right")

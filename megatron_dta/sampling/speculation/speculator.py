@@ -274,12 +274,14 @@ class Speculator:
         """The state as plain arrays, without the running samples."""
         parts = {"drafter": self.drafter, "table": self.table, "history": self.history}
         state = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
-        return {**state, "step": np.array(self.step, np.int64)}
+        progress = np.array([self.progress, self.gate.last_tokens])
+        return {**state, "step": np.array(self.step, np.int64), "progress": progress}
 
     def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
         for name, part in (("drafter", self.drafter), ("table", self.table), ("history", self.history)):
             part.load_state_dict({k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")})
         self.step = int(state["step"])
+        self.progress, self.gate.last_tokens = state["progress"].tolist()
         self._samples, self._free, self._problems = self._samples[:0], [], []
 
     def _lengths(self, drafts: Drafts, prepared: _Prepared) -> np.ndarray:

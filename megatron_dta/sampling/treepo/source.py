@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_dta.core.common.errors import InputError
 from megatron_dta.core.model.parallel.mesh import current_mesh
+from megatron_dta.core.rollouts.paths import decoded_tokens
 from megatron_dta.core.rollouts.record import Rollout
 from megatron_dta.sampling.config.run import SampledRun
 from megatron_dta.sampling.environment import EnvironmentRunner, load_environment
@@ -53,7 +54,8 @@ class TreeSource(PromptSource):
             sampler, self._task, prompts, first, self._params, prompt_batch, self._environments is None
         )
         counts = self._counts() | _total_since(before, self._environments)
-        self._statistics = {"ended": ended_leaves([tree for tree, _ in groups]), **counts}
+        trees = [tree for tree, _ in groups]
+        self._statistics = {"ended": ended_leaves(trees), **counts}
         rollouts = [
             rollout
             for index, (prompt, (tree, rewards)) in enumerate(zip(prompts, groups, strict=True))
@@ -61,6 +63,9 @@ class TreeSource(PromptSource):
         ]
         if not rollouts:
             raise RolloutError("the environments of all rollouts of a batch have failed (--rollout-failure drop)")
+        if self._task.drops_failures:
+            failed = sum(tree.decoded_tokens for tree in trees) - decoded_tokens(rollouts)
+            self._statistics["failed_decoded_tokens"] = float(failed)
         return rollouts
 
 

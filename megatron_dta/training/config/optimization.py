@@ -54,7 +54,9 @@ class OptimizationConfig:
     optimizer_offload_fraction: float = offload_option(
         1.0, "Fraction of the states that --optimizer-cpu-offload keeps on the host.", minimum=0, maximum=1
     )
-    seed: int = option(1234, "Seed of the initial weights, the order of the data, and sampling.", minimum=0)
+    seed: int = option(
+        1234, "Seed of the initial weights, the order of the data, and sampling.", minimum=0, maximum=2**63
+    )
     deterministic_mode: bool = option(
         False,
         "Use only deterministic CUDA kernels and make drafting independent of measured times, so that runs repeat bit"

@@ -49,13 +49,13 @@ def treepo_benefit(records: Records) -> str | None:
     # Independent rollouts with an environment are trees that share no nodes.
     if round(decoded) == round(trained):
         return None
-    sentence = f"TreePO decoded {decoded / trained:.2f} of the trained tokens ({decoded:,.0f} of {trained:,.0f}"
+    sentence = f"TreePO decoded {decoded / trained:.2f} of the trained tokens"
     # Every step of a rollout batch repeats this statistic.
     left_out = sum(step.get("left_out_decoded_tokens", 0) for step in steps if not step.get("rollout_batch_step"))
     if left_out:
-        sentence += f", and {left_out:,.0f} for prompts that were left out"
+        sentence += f", and {left_out:,.0f} tokens for prompts that were left out"
     leaves = sum(record["effective_leaves"] for record in steps) / len(steps)
-    return f"{sentence}); a tree's leaves were worth {leaves:.1f} independent rollouts for a mean."
+    return f"{sentence}; a tree's leaves were worth {leaves:.1f} independent rollouts for a mean."
 
 
 def _operations(tflop: float) -> str:

@@ -108,7 +108,8 @@ class RunConsole:
         self.warn(f"{where}: nothing to learn, all advantages are 0{why}")
         if why and not self._advised:
             self._advised = True
-            self.warn("  if this continues: other prompts, a larger --n-samples-per-prompt, or --dynamic-sampling")
+            others = "" if "sampling_rounds" in record else ", or --dynamic-sampling"
+            self.warn(f"  if this continues: other prompts, a larger --n-samples-per-prompt{others}")
 
 
 class StepClock:

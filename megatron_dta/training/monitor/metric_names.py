@@ -34,6 +34,7 @@ METRICS: dict[str, dict[str, str]] = {
         "zero_advantages": "fraction of rollouts whose advantages are all 0, so that they contribute no gradient",
         "ended": "fraction of the rollout batch's sampled responses that ended by themselves",
         "left_out_decoded_tokens": "tokens sampled for groups that dynamic sampling discarded",
+        "failed_decoded_tokens": "tokens sampled for rollouts that failed (--rollout-failure drop)",
         "useful_groups": "number of groups with differing rewards, with --over-sampling-batch-size",
         "rejected_groups": "number of groups whose rewards are all equal, with --over-sampling-batch-size",
         "overlong_penalty": "mean reward subtracted because of --overlong-buffer-len",

@@ -14,10 +14,10 @@ TREE = BASE + "--rollout-method treepo --treepo-segment-length 2 "
 def test_what_trees_have_saved_is_one_sentence():
     step = {"effective_leaves": 6.8, "rollouts": 32.0, "response_tokens": 100.0, "decoded_tokens": 2720.0}
     records = [{"iteration": 0}, {"iteration": 1, **step}, {"iteration": 2, **step, "rollout_batch_step": 1}]
-    first, last = "TreePO decoded 0.85 of the trained tokens (5,440 of 6,400", "); a tree's leaves were worth 6.8 "
+    first, last = "TreePO decoded 0.85 of the trained tokens", "; a tree's leaves were worth 6.8 "
     assert treepo_benefit(records).startswith(first + last)
     records = [{**record, "left_out_decoded_tokens": 900.0} for record in records]
-    assert treepo_benefit(records).startswith(first + ", and 900 for prompts that were left out" + last)
+    assert treepo_benefit(records).startswith(first + ", and 900 tokens for prompts that were left out" + last)
     assert treepo_benefit([{**step, "decoded_tokens": 3200.0}]) is None
     del step["effective_leaves"]
     assert treepo_benefit([step]) is None

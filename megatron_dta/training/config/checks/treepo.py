@@ -39,9 +39,9 @@ def check_treepo(config: TrainConfig) -> Iterator[str]:
             f"{flag} {max(first, last or 0)} is above the width of a tree, --n-samples-per-prompt "
             f"{sampling.n_samples_per_prompt}; lower it"
         )
-    if treepo.treepo_answer_pattern not in (None, "boxed"):
+    if (pattern := treepo.treepo_answer_pattern) not in (None, "boxed"):
         try:
-            re.compile(treepo.treepo_answer_pattern)
+            if re.search(pattern, ""):
+                yield f"--treepo-answer-pattern '{pattern}': matches text without an answer, at which every path ends"
         except re.error as error:
-            reason = f"not boxed and not a regular expression: {error}"
-            yield f"--treepo-answer-pattern {treepo.treepo_answer_pattern}: {reason}"
+            yield f"--treepo-answer-pattern {pattern}: not boxed and not a regular expression: {error}"
