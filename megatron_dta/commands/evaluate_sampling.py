@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dta.common.command_line import CommandLineParser, json_text
 from megatron_dta.core.common.errors import InputError
-from megatron_dta.core.common.files import replacing
+from megatron_dta.core.common.files import check_output, replacing
 from megatron_dta.sampling.config import TreePOConfig
 from megatron_dta.training.config import TrainConfig
 from megatron_dta.training.config.checks.all import check_config
@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--answer", default="text", help="text to vote on: text, boxed or a regular expression")
     parser.add_argument("--output", metavar="FILE", help="JSON file for the results")
     arguments, others = parser.parse_known_args()
+    if arguments.output:
+        check_output(arguments.output)
     if min(arguments.k) < 1:
         raise InputError(f"--k {min(arguments.k)}: must be at least 1")
     answer_of = _answer_rule(arguments.answer)

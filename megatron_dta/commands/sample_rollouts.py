@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_dta.common.command_line import CommandLineParser
 from megatron_dta.core.common.errors import InputError
+from megatron_dta.core.common.files import check_output
 from megatron_dta.core.rollouts.load import write_rollouts
 from megatron_dta.training.config.checks.all import check_config
 from megatron_dta.training.megatron_args import ENGINE, MESH, TASK, ToolFlags, passed_over
@@ -39,6 +40,7 @@ def main() -> None:
     arguments, others = parser.parse_known_args()
     if Path(arguments.output).suffix not in (".jsonl", ".parquet"):
         raise InputError(f"--output {arguments.output}: must end in .jsonl or .parquet")
+    check_output(arguments.output)
     if not 0 <= arguments.rollout_batch_index < 2**32:
         raise InputError(f"--rollout-batch-index {arguments.rollout_batch_index}: must be in [0, 2^32)")
     if "--rollouts" in others:

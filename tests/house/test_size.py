@@ -7,7 +7,7 @@ from conftest import REPOSITORY
 from forked import run_python
 
 PACKAGE = REPOSITORY / "megatron_dta"
-MOST_LINES = {"megatron_dta/core": 20_000, "megatron_dta": 61_720, "kernels": 6_910, "tests": 42_000}
+MOST_LINES = {"megatron_dta/core": 20_000, "megatron_dta": 61_740, "kernels": 6_910, "tests": 42_000}
 MOST_MODULES = 16
 # Loaded by a loop with a dense model on one device.
 FIRST_DAY_LINES = 12_000

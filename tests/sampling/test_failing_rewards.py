@@ -85,7 +85,7 @@ def test_servers_take_turns_and_stand_in() -> None:
             RemoteReward([url])
 
 
-def test_failures_stop_or_drop() -> None:
+def test_failures_stop_or_drop(caplog: pytest.LogCaptureFixture) -> None:
     def function(record: dict, response: str, ids: list[int]) -> float:
         if response == "bad":
             raise ValueError("no\nreward")
@@ -98,6 +98,7 @@ def test_failures_stop_or_drop() -> None:
     assert scorer.score(responses) == [1.0, None, 3.0]
     assert scorer.counts == {"reward_failures": 1}
     assert "'bad'" in scorer.last_failure
+    assert caplog.messages == [f"a reward failed (--rollout-failure drop): {scorer.last_failure}"]
     assert Scorer(function).counts == {}
 
 

@@ -55,7 +55,7 @@ def main() -> None:
     parser = CommandLineParser(__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="file of rollouts to append to, .jsonl")
     parser.add_argument(
-        "--key-file", metavar="FILE", help=f"file for the gateway's key (default: {_KEY}, or --output as .key)"
+        "--key-file", metavar="FILE", help=f"file for the gateway's key (default: {_KEY}, or --output's with .key)"
     )
     parser.add_argument(
         "--max-sessions",

@@ -71,6 +71,12 @@ def replace_text(path: Path, text: str, mode: int | None = None) -> None:
     os.replace(unfinished, path)
 
 
+def check_output(path: str) -> None:
+    """Refuse an ``--output`` that cannot be written, before the work whose result it is to hold."""
+    if not _file_behind(Path(path)).parent.is_dir():
+        raise InputError(f"--output {path}: its folder does not exist; make it first")
+
+
 def _file_behind(path: Path) -> Path:
     """``path`` behind symbolic links, which stay; refuses what a file must not replace, such as a device."""
     target = Path(os.path.realpath(path))

@@ -12,6 +12,7 @@ once for all responses.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from megatron_dta.sampling.rewards.registry import (
     compute_scores,
     is_batched,
 )
+
+logger = logging.getLogger(__name__)
 
 _Outcome = Score | InputError
 
@@ -179,6 +182,9 @@ class Scorer:
             return outcome.reward
         if not self._drop:
             raise outcome
+        # The first one only: some calls may fail in every batch, and the metrics count them.
+        if not self.last_failure:
+            logger.warning("a reward failed (--rollout-failure drop): %s", outcome)
         self._failures += 1
         self.last_failure = str(outcome)
         return None

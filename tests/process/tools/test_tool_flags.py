@@ -74,6 +74,13 @@ def test_what_tools_do_read_arrives() -> None:
     assert config.filtering.overlong_buffer_len == 7
 
 
+def test_output_is_checked_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool in TOOLS[:2]:
+        monkeypatch.setattr(sys, "argv", [tool, "--output", "none/x.jsonl"])
+        with pytest.raises(InputError, match=r"--output none/x\.jsonl: its folder does not exist"):
+            importlib.import_module(f"megatron_dta.commands.{tool}").main()
+
+
 class Recording(argparse.Namespace):
     """Remembers which flags a tool has read, other than to check their bounds."""
 
